@@ -1,0 +1,6 @@
+"""FlashAttention-2 in Triton: the functions that a user imports."""
+
+from .architecture import Architecture, effective_architecture
+from .attention import flash_attention
+
+__all__ = ["Architecture", "effective_architecture", "flash_attention"]

@@ -1,0 +1,120 @@
+"""The function that a user calls, and its operators in torch.library.
+
+The operators have autograd formulas and fake implementations, so that torch.compile, torch.export
+and torch.library.opcheck take them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import launch
+from .checks import check_flags, check_tensors, checked_scale
+
+NAMESPACE = "attention_proving_ground"
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    allow_tf32: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v without ever storing the scores; differentiable in q, k, v.
+
+    FlashAttention-2 (Dao 2023, arXiv:2307.08691). Products accumulate in float32.
+
+    Args:
+        q: (B, Hq, Sq, D), float16, bfloat16 or float32, any strides; D from 16 to 256.
+        k: (B, Hkv, Sk, D), Hq a multiple of Hkv; query head h reads KV head h // (Hq // Hkv).
+        v: (B, Hkv, Sk, Dv), Dv from 16 to 256.
+        causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
+        scale: of the scores; D ** -0.5 if None. Any finite number.
+        return_lse: also return the natural logarithm of the sum of the exponentials of each row's
+            scores; gradients flow through it too.
+        deterministic: False permits a backward whose sums have no fixed order. There is none today:
+            the gradients are the same bit for bit in every run either way.
+        allow_tf32: let float32 products go through tensor cores with a 10-bit mantissa.
+
+    Returns:
+        out (B, Hq, Sq, Dv) in the dtype of q; with return_lse also lse (B, Hq, Sq), float32. A row
+        that sees no key has out 0 and lse -inf.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that do not fit, a head dimension out of range, a scale that is not finite.
+        RuntimeError: a device that the kernels do not run on.
+    """
+    check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
+                allow_tf32=allow_tf32)  # fmt: skip
+    check_tensors(q, k, v)
+    scale = checked_scale(scale, q.shape[3])
+    out, lse = _forward(q, k, v, causal, scale, allow_tf32)
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op(f"{NAMESPACE}::flash_attention_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
+) -> tuple[Tensor, Tensor]:
+    return launch.forward(q, k, v, causal, scale, allow_tf32)
+
+
+@_forward.register_fake
+def _(q, k, v, causal, scale, allow_tf32):
+    B, Hq, Sq, _ = q.shape
+    return q.new_empty((B, Hq, Sq, v.shape[3])), q.new_empty((B, Hq, Sq), dtype=torch.float32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::flash_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    allow_tf32: bool,
+    need_dq: bool,
+    need_dkdv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq,
+                           need_dkdv)  # fmt: skip
+
+
+@_backward.register_fake
+def _(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv):
+    return (
+        q.new_empty(q.shape if need_dq else (0,)),
+        k.new_empty(k.shape if need_dkdv else (0,)),
+        v.new_empty(v.shape if need_dkdv else (0,)),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.causal, ctx.scale, ctx.allow_tf32 = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+    if d_out is None and d_lse is None:
+        return (None,) * 6
+    dq, dk, dv = _backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,
+                           need_dq, need_dk or need_dv)  # fmt: skip
+    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

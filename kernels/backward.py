@@ -1,0 +1,214 @@
+"""The backward kernels: FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, in three passes.
+
+    delta = rowsum(dO out) - dlse                        (one pass over the rows)
+    P     = exp(scale S - lse),  dP = dO V^T,  dS = P (dP - delta)
+    dv    = P^T dO,  dk = scale dS^T q                   (one program per tile of keys)
+    dq    = scale dS K                                   (one program per tile of query rows)
+
+P is recomputed from the lse; nothing of size Sq x Sk is stored; every sum has one owner and a fixed
+order, so the result is the same bit for bit in every run.
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import LOG2_E, is_visible, key_range, load_tile, operand, rounded, store_tile
+
+
+@triton.jit
+def attention_delta(
+    Out, DOut, DLse, Delta,
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dlb, stride_dlh, stride_dlm,
+    Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """Delta (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
+    n_tiles = tl.cdiv(Sq, BM)
+    program = tl.program_id(0)
+    batch_head = program // n_tiles
+    b = (batch_head // Hq).to(tl.int64)
+    h = (batch_head % Hq).to(tl.int64)
+    rows = program % n_tiles * BM + tl.arange(0, BM)
+
+    o_base = Out + b * stride_ob + h * stride_oh
+    do_base = DOut + b * stride_dob + h * stride_doh
+    out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, True)
+    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
+    if HAS_DLSE:
+        dlse_base = DLse + b * stride_dlb + h * stride_dlh
+        delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)
+    tl.store(Delta + batch_head.to(tl.int64) * Sq + rows, delta, mask=rows < Sq)
+
+
+@triton.jit
+def load_row(base, rows, Sq, other):
+    """A value per query row [len(rows)] of a contiguous float32 vector."""
+    return tl.load(base + rows, mask=rows < Sq, other=other)
+
+
+@triton.jit
+def gather_key_gradients(
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, end, keys, Sq, Sk, exponent_scale,
+    stride_qm, stride_qd, stride_dom, stride_dod,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """Adds what the query rows [start, end) give to dk and dv of a tile of keys.
+
+    Rows past Sq need no mask: q and dO are 0 there and the lse is inf, so that P is 0. Keys past Sk need
+    none either: they give only to rows of dk and dv that are not stored.
+    """
+    for i in range(start, end, BM):
+        rows = i + tl.arange(0, BM)
+        q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
+        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+        dO = operand(dO, EMULATE_BF16)
+        lse = load_row(lse_base, rows, Sq, float("inf")) * LOG2_E
+        delta = load_row(delta_base, rows, Sq, 0.0)
+        S = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        P = tl.exp2(S * exponent_scale - lse[None, :])
+        if MASKED:
+            visible = is_visible(rows[None, :], keys[:, None], Sq, Sk, CAUSAL)
+            P = tl.where(visible, P, 0.0)
+        dv = tl.dot(rounded(P, dO.dtype, EMULATE_BF16), dO, dv, input_precision=PRECISION)
+        dP = tl.dot(v, tl.trans(dO), input_precision=PRECISION)  # [BN, BM]
+        dS = rounded(P * (dP - delta[None, :]), q.dtype, EMULATE_BF16)
+        dk = tl.dot(dS, q, dk, input_precision=PRECISION)  # [BN, D]
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_dkdv(
+    Q, K, V, DOut, Lse, Delta, DK, DV_,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    scale, Hkv, group, Sq, Sk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """dk (B, Hkv, Sk, D) and dv (B, Hkv, Sk, DV). Grid: B * Hkv * ceil(Sk / BN)."""
+    n_tiles = tl.cdiv(Sk, BN)
+    program = tl.program_id(0)
+    start_n = program % n_tiles * BN  # causal: the first keys have the most rows
+    b = (program // n_tiles // Hkv).to(tl.int64)
+    h_kv = (program // n_tiles % Hkv).to(tl.int64)
+    keys = start_n + tl.arange(0, BN)
+
+    k_base = K + b * stride_kb + h_kv * stride_kh
+    v_base = V + b * stride_vb + h_kv * stride_vh
+    k = operand(load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, True), EMULATE_BF16)
+    v = operand(load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, True), EMULATE_BF16)
+    exponent_scale = scale * LOG2_E
+
+    if CAUSAL:
+        # row i sees key j iff i >= j - (Sk - Sq): from `start` on some of the tile, from `full` on all
+        start = tl.maximum(start_n - (Sk - Sq), 0) // BM * BM
+        full = tl.cdiv(tl.maximum(start_n + BN - 1 - (Sk - Sq), 0), BM) * BM
+        full = tl.minimum(full, Sq)
+    else:
+        start = 0
+        full = 0
+    dk = tl.zeros([BN, BLOCK_D], tl.float32)
+    dv = tl.zeros([BN, BLOCK_DV], tl.float32)
+    for g in range(group):
+        h = h_kv * group + g
+        q_base = Q + b * stride_qb + h * stride_qh
+        do_base = DOut + b * stride_dob + h * stride_doh
+        row_base = (b * Hkv * group + h) * Sq
+        dk, dv = gather_key_gradients(
+            dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
+            start, full, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
+            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, True, PRECISION, EMULATE_BF16)  # fmt: skip
+        dk, dv = gather_key_gradients(
+            dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
+            full, Sq, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
+            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, False, PRECISION, EMULATE_BF16)  # fmt: skip
+
+    dk_base = DK + b * stride_dkb + h_kv * stride_dkh
+    dv_base = DV_ + b * stride_dvb + h_kv * stride_dvh
+    store_tile(dk_base, dk * scale, keys, stride_dkn, stride_dkd, Sk, D, BLOCK_D, EMULATE_BF16)
+    store_tile(dv_base, dv, keys, stride_dvn, stride_dvd, Sk, DV, BLOCK_DV, EMULATE_BF16)
+
+
+@triton.jit
+def gather_query_gradients(
+    dq, q, dO, lse, delta, k_base, v_base, start, end, rows, Sq, Sk, exponent_scale,
+    stride_kn, stride_kd, stride_vn, stride_vd,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys [start, end) give to dq of a tile of query rows."""
+    for n in range(start, end, BN):
+        keys = n + tl.arange(0, BN)
+        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, MASKED)
+        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, MASKED)
+        k = operand(k, EMULATE_BF16)
+        v = operand(v, EMULATE_BF16)
+        S = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        P = tl.exp2(S * exponent_scale - lse[:, None])
+        if MASKED:
+            visible = is_visible(rows[:, None], keys[None, :], Sq, Sk, CAUSAL)
+            P = tl.where(visible, P, 0.0)
+        dP = tl.dot(dO, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
+        dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)
+        dq = tl.dot(dS, k, dq, input_precision=PRECISION)  # [BM, D]
+    return dq
+
+
+@triton.jit
+def attention_backward_dq(
+    Q, K, V, DOut, Lse, Delta, DQ,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    scale, Hq, group, Sq, Sk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """dq (B, Hq, Sq, D). Grid: B * Hq * ceil(Sq / BM)."""
+    n_tiles = tl.cdiv(Sq, BM)
+    program = tl.program_id(0)
+    start_m = (n_tiles - 1 - program % n_tiles) * BM  # causal: the tiles with the most keys first
+    batch_head = program // n_tiles
+    b = (batch_head // Hq).to(tl.int64)
+    h = (batch_head % Hq).to(tl.int64)
+    rows = start_m + tl.arange(0, BM)
+
+    q_base = Q + b * stride_qb + h * stride_qh
+    k_base = K + b * stride_kb + h // group * stride_kh
+    v_base = V + b * stride_vb + h // group * stride_vh
+    do_base = DOut + b * stride_dob + h * stride_doh
+    row_base = batch_head.to(tl.int64) * Sq
+    q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
+    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+    dO = operand(dO, EMULATE_BF16)
+    lse = load_row(Lse + row_base, rows, Sq, float("inf")) * LOG2_E  # [BM]
+    delta = load_row(Delta + row_base, rows, Sq, 0.0)  # [BM]
+    exponent_scale = scale * LOG2_E
+
+    dq = tl.zeros([BM, BLOCK_D], tl.float32)
+    full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
+    dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, 0, full, rows, Sq, Sk,
+                                exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
+                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, False,
+                                PRECISION, EMULATE_BF16)  # fmt: skip
+    dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, full, end, rows, Sq, Sk,
+                                exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
+                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, True,
+                                PRECISION, EMULATE_BF16)  # fmt: skip
+
+    dq_base = DQ + b * stride_dqb + h * stride_dqh
+    store_tile(dq_base, dq * scale, rows, stride_dqm, stride_dqd, Sq, D, BLOCK_D, EMULATE_BF16)

@@ -1,0 +1,91 @@
+"""The forward kernel: FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 1.
+
+    S = q K^T,  m = rowmax(S),  P = exp(scale (S - m)),  l = rowsum(P),  out = P V / l
+
+over tiles of keys, with running (m, l, acc). One program per (batch, head, tile of query rows).
+m is kept in units of the unscaled scores and subtracted before the scale is multiplied in: then the
+largest P of a row is exactly 1, however large the scores are.
+"""
+
+import triton
+import triton.language as tl
+
+from .numerics import LOG2_E, is_visible, key_range, load_tile, operand, rounded, store_tile
+
+
+@triton.jit
+def attend(acc, l, m, q, k_base, v_base, start, end, rows, Sq, Sk, exponent_scale,
+           stride_kn, stride_kd, stride_vn, stride_vd,
+           D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+           BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+           PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
+    """The online softmax over the keys [start, end), in whole tiles: updates acc, l, m."""
+    for n in range(start, end, BN):
+        keys = n + tl.arange(0, BN)
+        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, MASKED)
+        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, MASKED)
+        k = operand(k, EMULATE_BF16)  # [BN, D]
+        v = operand(v, EMULATE_BF16)  # [BN, DV]
+        S = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if MASKED:
+            visible = is_visible(rows[:, None], keys[None, :], Sq, Sk, CAUSAL)
+            S = tl.where(visible, S, float("-inf"))
+        m_new = tl.maximum(m, tl.max(S, 1))  # [BM]
+        m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        P = tl.exp2((S - m_finite[:, None]) * exponent_scale)
+        if MASKED:  # not left to exp2(-inf): with scale = 0 that would be exp2(nan)
+            P = tl.where(visible, P, 0.0)
+        alpha = tl.where(m == float("-inf"), 0.0, tl.exp2((m - m_finite) * exponent_scale))
+        l = l * alpha + tl.sum(P, 1)
+        P = rounded(P, v.dtype, EMULATE_BF16)
+        acc = tl.dot(P, v, acc * alpha[:, None], input_precision=PRECISION)  # [BM, DV]
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def attention_forward(
+    Q, K, V, Out, Lse,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_om, stride_od,
+    scale, Hq, group, Sq, Sk,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """out (B, Hq, Sq, DV) and Lse (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
+    n_tiles = tl.cdiv(Sq, BM)
+    program = tl.program_id(0)
+    start_m = (n_tiles - 1 - program % n_tiles) * BM  # causal: the tiles with the most keys first
+    batch_head = program // n_tiles
+    b = (batch_head // Hq).to(tl.int64)
+    h = (batch_head % Hq).to(tl.int64)
+    rows = start_m + tl.arange(0, BM)
+
+    q_base = Q + b * stride_qb + h * stride_qh
+    k_base = K + b * stride_kb + h // group * stride_kh
+    v_base = V + b * stride_vb + h // group * stride_vh
+    q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
+    q = tl.where(scale < 0, -q, q)  # exact; from here on the scale is |scale| and m a maximum
+    exponent_scale = tl.abs(scale) * LOG2_E
+
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
+    acc, l, m = attend(acc, l, m, q, k_base, v_base, 0, full, rows, Sq, Sk, exponent_scale,
+                       stride_kn, stride_kd, stride_vn, stride_vd, D, DV, BLOCK_D, BLOCK_DV,
+                       BN, CAUSAL, False, PRECISION, EMULATE_BF16)  # fmt: skip
+    acc, l, m = attend(acc, l, m, q, k_base, v_base, full, end, rows, Sq, Sk, exponent_scale,
+                       stride_kn, stride_kd, stride_vn, stride_vd, D, DV, BLOCK_D, BLOCK_DV,
+                       BN, CAUSAL, True, PRECISION, EMULATE_BF16)  # fmt: skip
+
+    # Dead rows are known by their index, not by l = 0: a row of -inf scores must come out as NaN.
+    live = is_visible(rows, 0, Sq, Sk, CAUSAL)
+    out = tl.where(live[:, None], acc / l[:, None], 0.0)
+    lse = tl.where(live, m * tl.abs(scale) + tl.log(l), float("-inf"))
+    o_base = Out + b * stride_ob + h * stride_oh
+    store_tile(o_base, out, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, EMULATE_BF16)
+    tl.store(Lse + batch_head.to(tl.int64) * Sq + rows, lse, mask=rows < Sq)

@@ -1,0 +1,138 @@
+"""Tile sizes: one table, by architecture, padded head dimension and width of the dtype.
+
+Each row was compiled offline for the architectures that it serves (tests/test_compile.py repeats that)
+and is taken only if its shared memory fits the block's limit: the table lists choices from best to
+safest, and the first that fits is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .architecture import KIB, Architecture
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel's tile and how it is compiled.
+
+    Attributes:
+        BM: query rows.
+        BN: key rows.
+        warps: of 32 threads each.
+        stages: depth of the software pipeline.
+    """
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the three kernels: forward, dK/dV, dQ."""
+
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+
+
+# (BM, BN, warps, stages), by the larger padded head dimension, from best to safest.
+_HALF = {
+    "forward": {
+        16: [(128, 64, 4, 3), (64, 32, 4, 2)],
+        32: [(128, 64, 4, 3), (64, 32, 4, 2)],
+        64: [(128, 64, 4, 3), (64, 64, 4, 2)],
+        128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+        256: [(64, 64, 8, 2), (64, 32, 8, 2)],
+    },
+    "dkdv": {
+        16: [(64, 64, 4, 2), (32, 64, 4, 2)],
+        32: [(64, 64, 4, 2), (32, 64, 4, 2)],
+        64: [(64, 128, 8, 2), (64, 64, 4, 2)],
+        128: [(64, 64, 8, 2), (32, 64, 8, 2)],
+        256: [(32, 64, 8, 1), (32, 32, 4, 1)],
+    },
+    "dq": {
+        16: [(64, 64, 4, 2), (64, 32, 4, 2)],
+        32: [(64, 64, 4, 2), (64, 32, 4, 2)],
+        64: [(128, 64, 8, 2), (64, 64, 4, 2)],
+        128: [(128, 32, 8, 2), (64, 32, 4, 2)],
+        256: [(64, 64, 8, 2), (64, 32, 8, 1), (32, 32, 4, 1)],
+    },
+}
+
+# float32 products do not use tensor cores: small tiles, or the operands fill the registers.
+_SINGLE = {
+    "forward": {
+        16: [(64, 32, 4, 2)],
+        32: [(64, 32, 4, 2)],
+        64: [(64, 32, 4, 2)],
+        128: [(32, 32, 4, 2), (32, 16, 4, 1)],
+        256: [(32, 32, 8, 1), (16, 16, 4, 1)],
+    },
+    "dkdv": {
+        16: [(32, 32, 4, 2)],
+        32: [(32, 32, 4, 2)],
+        64: [(32, 32, 4, 2)],
+        128: [(32, 32, 8, 1), (16, 16, 4, 1)],
+        256: [(16, 32, 8, 1), (16, 16, 4, 1)],
+    },
+    "dq": {
+        16: [(32, 32, 4, 2)],
+        32: [(32, 32, 4, 2)],
+        64: [(32, 32, 4, 2)],
+        128: [(32, 32, 8, 1), (16, 16, 4, 1)],
+        256: [(32, 16, 8, 1), (16, 16, 4, 1)],
+    },
+}
+
+# The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
+# sequences span several of them; BM and BN differ, so that a mix-up shows.
+_INTERPRETER = {"forward": (32, 16, 1, 1), "dkdv": (16, 32, 1, 1), "dq": (32, 16, 1, 1)}
+
+
+def padded_head_dim(dim: int) -> int:
+    """The power of two, at least 16, that a head dimension is padded to inside the kernels."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def shared_memory(kernel: str, tile: Tile, dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that a tile may take, seen from above: the operands that are staged.
+
+    Triton stages the loads of its pipelined loop `stages` times and keeps the operands of the products
+    that are not in registers once.
+    """
+    pipelined, kept = {
+        "forward": (2 * tile.BN * dim, tile.BM * dim),
+        "dkdv": (2 * tile.BM * dim, 2 * tile.BN * dim + tile.BM * tile.BN),
+        "dq": (2 * tile.BN * dim, 2 * tile.BM * dim + tile.BM * tile.BN),
+    }[kernel]
+    return itemsize * (tile.stages * pipelined + kept)
+
+
+@functools.cache
+def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: int) -> Tiles:
+    """The tiles for an architecture, head dimensions D and Dv and a dtype's size in bytes (2 or 4).
+
+    Raises:
+        RuntimeError: if none fits the architecture's shared memory.
+    """
+    if arch.interpreted:
+        return Tiles(**{kernel: Tile(*tile) for kernel, tile in _INTERPRETER.items()})
+    dim = padded_head_dim(max(head_dim, head_dim_v))
+    table = _HALF if itemsize == 2 else _SINGLE
+
+    def first_that_fits(kernel: str) -> Tile:
+        for choice in table[kernel][dim]:
+            tile = Tile(*choice)
+            if shared_memory(kernel, tile, dim, itemsize) <= arch.shared_memory:
+                return tile
+        raise RuntimeError(
+            f"no {kernel} tile for head dimension {dim} fits the {arch.shared_memory // KIB} KiB of"
+            f" shared memory of {arch.name}"
+        )
+
+    return Tiles(*(first_that_fits(kernel) for kernel in ("forward", "dkdv", "dq")))

@@ -1,0 +1,1 @@
+"""The definition of attention, three times over: `oracle`, `emulation`, `sdpa`. None imports another."""
