@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,6 +87,7 @@ class Result:
     Attributes:
         out, lse, dq, dk, dv: see `Estimate`; out (B, Hq, Sq, Dv), lse (B, Hq, Sq), gradients as inputs.
         visible_keys: number of keys that each query row sees, int64 (B, Hq, Sq).
+        score_terms: largest |scale| sum_d |q_id k_jd| of all scores: the size of what cancels in them.
         dtype: the dtype whose rounding is modelled.
     """
 
@@ -95,6 +97,7 @@ class Result:
     dk: Estimate | None
     dv: Estimate | None
     visible_keys: NDArray[np.int64]
+    score_terms: float
     dtype: Dtype
 
 
@@ -243,15 +246,16 @@ class _Problem:
             parts = [self._solve_heads(slice(0, 0))]
         B, Hq, Hkv = self.heads
         Sq = M * Hkv // Hq
-        joined: dict[str, Estimate | None] = {}
+        joined: dict[str, Any] = {}
         for name in ("out", "lse", "dq", "dk", "dv"):
             pieces = [part[name] for part in parts if name in part]
             heads = (B, Hkv, Sk) if name in ("dk", "dv") else (B, Hq, Sq)
             joined[name] = _joined(pieces, heads, scalar=name == "lse") if pieces else None
         visible_keys = np.broadcast_to(self.last_key + 1, (N, M)).reshape(B, Hq, Sq)
-        return Result(**joined, visible_keys=visible_keys, dtype=self.dtype)  # type: ignore[arg-type]
+        score_terms = max(part["score_terms"] for part in parts)
+        return Result(**joined, visible_keys=visible_keys, score_terms=score_terms, dtype=self.dtype)
 
-    def _solve_heads(self, heads: slice) -> dict[str, SimpleNamespace]:
+    def _solve_heads(self, heads: slice) -> dict[str, Any]:
         g = SimpleNamespace(
             **{
                 name: None if getattr(self, name) is None else getattr(self, name)[heads]
@@ -266,8 +270,10 @@ class _Problem:
         whole = None
         starts = range(0, M, rows) if M else (0,)
         statistics = []
+        score_terms = 0.0
         for i in starts:
             block = self._scores(g, slice(i, i + rows), slice(None))
+            score_terms = max(score_terms, float(block.S_terms.max(initial=0.0)))
             self._softmax(block)
             found.setdefault("out", []).append(self._out(block))
             found.setdefault("lse", []).append(self._lse(block))
@@ -291,7 +297,8 @@ class _Problem:
                 found.setdefault("dv", []).append(self._dv(block))
                 if whole is not None:
                     break
-        return {name: _stacked_rows(pieces) for name, pieces in found.items()}
+        tensors = {name: _stacked_rows(pieces) for name, pieces in found.items()}
+        return {**tensors, "score_terms": score_terms}
 
     # ------------------------------------------------------------------ forward
 
@@ -302,9 +309,9 @@ class _Problem:
         t = SimpleNamespace(q=q, k=k, v=g.v[:, columns], row=SimpleNamespace())
         t.visible = key[None, :] <= self.last_key[rows, None]  # (R, C)
         t.S = self.scale * (q @ _T(k))
-        terms = abs(self.scale) * (np.abs(q) @ _T(np.abs(k)))
-        t.S_sigma = sum_sigma(D) * terms + 2 * A * np.abs(t.S)
-        t.S_bound = A * (D + 2) * terms + 4 * A * np.abs(t.S)
+        t.S_terms = abs(self.scale) * (np.abs(q) @ _T(np.abs(k)))
+        t.S_sigma = sum_sigma(D) * t.S_terms + 2 * A * np.abs(t.S)
+        t.S_bound = A * (D + 2) * t.S_terms + 4 * A * np.abs(t.S)
         t.n_keys, t.n_rows, t.D = g.k.shape[1], g.q.shape[1], D
         if g.d_out is not None:
             t.d_out, t.d_lse = g.d_out[:, rows], g.d_lse[:, rows]

@@ -1,0 +1,1 @@
+"""What a person reads: records of comparisons, their summary, and later reports and baselines."""

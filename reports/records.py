@@ -1,0 +1,154 @@
+"""The record of one comparison, and files of them: versioned JSON, one record a line.
+
+Everything that is printed, drawn or kept as a baseline is made from these records; so is the exit
+status of a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+VERSION = 1
+"""Of the format. Raised whenever a field changes its meaning or goes."""
+
+
+class RecordError(Exception):
+    """A file of records that cannot be read; says which, where and why."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One rule applied to one tensor.
+
+    Attributes:
+        tensor: "out", "lse", "dq", "dk" or "dv".
+        reference: "oracle", "sdpa", "emulation", or "contract" (shapes, dtypes, inputs unchanged).
+        rule: what was required.
+        statistic, limit: the verdict holds if statistic <= limit; both None where there is no number.
+        held: whether it does.
+        where: index of the worst place, in the tensor's own dimensions; of a row, tile or head: of
+            its first element.
+        note: what a reader should know besides.
+    """
+
+    tensor: str
+    reference: str
+    rule: str
+    held: bool
+    statistic: float | None = None
+    limit: float | None = None
+    where: tuple[int, ...] | None = None
+    note: str = ""
+
+    @property
+    def margin(self) -> float:
+        """statistic / limit; over 1 is broken."""
+        if self.statistic is None or self.limit is None:
+            return 0.0 if self.held else float("inf")
+        if self.limit == 0:
+            return 0.0 if self.statistic == 0 else float("inf")
+        return self.statistic / self.limit
+
+
+class TensorSummary(msgspec.Struct, frozen=True):
+    """How far one tensor was off.
+
+    Attributes:
+        elements, judged: how many there are, and in how many a fault could have been seen.
+        budget_use: largest |x - reference| / bound.
+        max_z, rms_z: of the distance to the reference in units of sigma.
+        fa2: largest |x - reference| / largest |p - reference|, p being SDPA MATH in the dtype of
+            the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). None where
+            p is exact. Decides nothing.
+    """
+
+    elements: int
+    judged: int
+    budget_use: float
+    max_z: float
+    rms_z: float
+    fa2: float | None = None
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison: a case, an implementation, a code path; all tensors, all references.
+
+    Attributes:
+        version: of this format.
+        case: its id (tests.cases).
+        words: the case for a reader.
+        origin: which list the case is from: "generated", "edge", "corpus", "replay", ...
+        implementation: its name.
+        path: "interpreter", "sm80", "sm90", ...; with "-override" if TRITON_OVERRIDE_ARCH chose it,
+            "cpu" or the device's architecture for an implementation that is not Triton.
+        status: "held"; "broken"; "no power" (nothing could be judged: not executed); "not claimed".
+        reason: why, if not held.
+        dtype, backward: of the case, for summaries.
+        verdicts: every rule that was applied.
+        tensors: by name.
+        seconds: by stage.
+        replay: the command that repeats it.
+    """
+
+    version: int = VERSION
+    case: str
+    words: str
+    origin: str
+    implementation: str
+    path: str
+    status: str
+    reason: str = ""
+    dtype: str
+    backward: bool
+    verdicts: list[Verdict] = []
+    tensors: dict[str, TensorSummary] = {}
+    seconds: dict[str, float] = {}
+    replay: str = ""
+
+    @property
+    def worst(self) -> Verdict | None:
+        """The verdict that failed by most, or came closest to it."""
+        return max(self.verdicts, key=lambda verdict: (not verdict.held, verdict.margin), default=None)
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds a record to a file, which a crash afterwards leaves whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(_encoder.encode(record) + b"\n")
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file.
+
+    Raises:
+        RecordError: if it is missing, truncated, of another version, or not a file of records.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            version = msgspec.json.decode(line, type=_Version).version
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RecordError(f"{path}, line {number}: not a record ({error})") from None
+        if version != VERSION:
+            raise RecordError(
+                f"{path}, line {number}: a record of version {version}; this reads version {VERSION}"
+            )
+        try:
+            records.append(_decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise RecordError(f"{path}, line {number}: not a record ({error})") from None
+    return records

@@ -1,0 +1,318 @@
+"""The one place that decides whether a result is right.
+
+Every element x is judged against its own budget from the float64 oracle: a hard bound B on |x - r|, a
+standard deviation sigma, and an interval of legal alternatives to r (`reference.oracle.Estimate`).
+z is the distance to that interval in units of sigma. No tolerance is tuned here; the only free number
+is `FALSE_ALARM`. The statistics:
+
+    a rounding error is uniform, hence strictly sub-Gaussian, so max |z| of N elements exceeds
+    t = sqrt(2 ln(2 N / alpha)) with probability alpha at most;
+    the mean of z^2 over n elements whose correlation matrix has the largest eigenvalue n lambda exceeds
+    1 + 2 sqrt(lambda x) + 2 lambda x with probability e^-x (Laurent, Massart, Ann. Statist. 28(5), 2000;
+    for sub-Gaussian vectors Hsu, Kakade, Zhang, Electron. Commun. Probab. 17, 2012);
+    the mean of z with the sign of r has variance lambda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reference.oracle import Estimate, Result
+from reports.records import TensorSummary, Verdict
+
+from .cases import TIED, Case
+
+Array = NDArray[np.float64]
+
+FALSE_ALARM = 1e-9
+"""alpha: chance that one statistic of one comparison is red for a correct implementation."""
+
+TILE_ROWS = 64
+"""Rows of a tile, for the statistic by tile: the commonest size of the kernels under test."""
+
+BIAS = 0.2
+"""Mean of z that a correct kernel may have: sums of the last bits are never quite centred."""
+
+ROWS_FOR_EMULATION = 16
+"""Fewer rows say nothing about the emulation: one flipped rounding of P moves a whole row."""
+
+AGREEMENT = 1e-12
+"""Relative error of float64 references among themselves."""
+
+TIES = 3**0.5
+"""Where few values repeat, a rounding error is not uniform: it may be +-h in every element, whose
+standard deviation is sqrt(3) that of the uniform distribution."""
+
+
+def judge(
+    case: Case,
+    results: Mapping[str, Array],
+    oracle: Result,
+    sdpa: Mapping[str, Array],
+    emulation: Mapping[str, Array] | None,
+    own_precision: Mapping[str, Array] | None = None,
+) -> tuple[list[Verdict], dict[str, TensorSummary]]:
+    """Judges all tensors of a comparison against all references.
+
+    Args:
+        case: decides which special rules apply (ties, exact problems).
+        results: the implementation's tensors by name ("out", "lse", "dq", "dk", "dv"), float64.
+        oracle: exact values and budget.
+        sdpa: the same tensors from SDPA MATH in float64.
+        emulation: the same from the emulation with the implementation's tiles, before the last
+            rounding; None if the implementation's tiles or roundings are not known.
+        own_precision: the same from SDPA MATH in the dtype of the inputs, for FlashAttention-2's rule.
+
+    Returns:
+        The verdicts and a summary by tensor.
+    """
+    verdicts: list[Verdict] = []
+    summaries: dict[str, TensorSummary] = {}
+    for name, x in results.items():
+        tensor = _Tensor(name, x, getattr(oracle, name), case, oracle)
+        verdicts += tensor.verdicts()
+        verdicts += tensor.against_sdpa(sdpa[name])
+        if emulation is not None and case.dtype != "float32":
+            verdicts += tensor.against_emulation(emulation[name])
+        p = own_precision[name] if own_precision is not None else None
+        summaries[name] = tensor.summary(p)
+    return verdicts, summaries
+
+
+class _Tensor:
+    """One tensor of a comparison; rows are its leading three dimensions."""
+
+    def __init__(self, name: str, x: Array, e: Estimate, case: Case, oracle: Result) -> None:
+        self.name, self.e, self.case, self.oracle = name, e, case, oracle
+        self.tied = case.values in TIED
+        self.x = x
+        if name == "lse":  # a row of one element
+            e = Estimate(**{
+                field: v if field in ("concentration", "powerless", "nonfinite") else v[..., None]
+                for field, v in vars(e).items()
+            })  # fmt: skip
+            x = x[..., None]
+        self.cells, self.rows = x, e
+        self.judged = np.broadcast_to(~e.powerless[..., None] & ~e.nonfinite[..., None], x.shape)
+        finite = np.isfinite(x) & np.isfinite(e.value)
+        self.compared = self.judged & finite
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.error = np.where(self.compared, np.abs(x - e.value), 0.0)
+            self.z = self._z()
+
+    def _z(self) -> Array:
+        """Signed distance to the legal alternatives in sigmas, under the better hypothesis by head."""
+        x, e = self.cells, self.rows
+        above, below = np.maximum(x - e.high, 0), np.maximum(e.low - x, 0)
+        z = np.where(self.compared, (above - below) / e.sigma, 0.0)  # (hypotheses, B, H, S, D)
+        better = (z**2).sum((-1, -2)).argmin(0)  # (B, H)
+        return np.take_along_axis(z, better[None, :, :, None, None], 0)[0]
+
+    # ------------------------------------------------------------------ verdicts
+
+    def verdicts(self) -> list[Verdict]:
+        found = [self._finite()]
+        if self.compared.any():
+            found += [self._bound(), self._largest(), *self._root_mean_squares()]
+            found += self._bias()
+        found += self._exact()
+        return found
+
+    def _verdict(self, rule: str, statistic: float, limit: float, flat: int,
+                 reference: str = "oracle", note: str = "") -> Verdict:  # fmt: skip
+        return Verdict(
+            self.name, reference, rule, bool(statistic <= limit), float(statistic), float(limit),
+            self._where(flat), note,
+        )  # fmt: skip
+
+    def _where(self, flat: int) -> tuple[int, ...]:
+        index = tuple(int(i) for i in np.unravel_index(flat, self.cells.shape))
+        return index[:-1] if self.name == "lse" else index
+
+    def _finite(self) -> Verdict:
+        """NaN and inf exactly where they belong: overflow, the lse of dead rows, rows that see a NaN."""
+        x, e = self.cells, self.rows
+        dtype = self.oracle.dtype
+        overflow = np.inf if self.name == "lse" else dtype.overflow
+        with np.errstate(invalid="ignore"):
+            must_be_finite = np.isfinite(e.value) & (np.abs(e.value) + e.bound < overflow)
+            must_be_infinite = np.abs(e.value) - e.bound >= overflow
+        wrong = self.judged & must_be_finite & ~np.isfinite(x)
+        wrong |= self.judged & must_be_infinite & (x != np.copysign(np.inf, e.value))
+        wrong |= self.judged & ~must_be_finite & ~must_be_infinite & np.isnan(x)
+        hidden = e.nonfinite & np.isfinite(x).all(-1)
+        wrong |= hidden[..., None]
+        count = int(wrong.sum())
+        note = ""
+        if count:
+            first = int(wrong.argmax())
+            note = f"{count} elements; the first is {x.flat[first]}, expected {e.value.flat[first]:.6g}"
+        return Verdict(
+            self.name, "oracle", "finite where it should be", not count, float(count), 0.0,
+            self._where(int(wrong.argmax())) if count else None, note,
+        )  # fmt: skip
+
+    def _bound(self) -> Verdict:
+        use = self.error / self.rows.bound
+        worst = int(use.argmax())
+        return self._verdict("hard bound", use.flat[worst], 1.0, worst, note=self._values(worst))
+
+    def _values(self, flat: int) -> str:
+        return f"got {self.cells.flat[flat]:.8g}, exact {self.rows.value.flat[flat]:.8g}"
+
+    def _largest(self) -> Verdict:
+        z = np.abs(self.z)
+        worst = int(z.argmax())
+        n = int(self.compared.sum())
+        limit = np.sqrt(2 * np.log(2 * n / FALSE_ALARM)) * (TIES if self.tied else 1)
+        return self._verdict("largest z", z.flat[worst], limit, worst, note=self._values(worst))
+
+    def _root_mean_squares(self) -> list[Verdict]:
+        """z by row, by tile of rows, by head, over the tensor: faults that are small but everywhere."""
+        B, H, S, D = self.z.shape
+        count = self.compared.sum(-1)  # (B, H, S)
+        total = (self.z**2).sum(-1)
+        # few distinct values: rows repeat each other, nothing averages out
+        concentration = np.where(self.tied, 1.0, self.rows.concentration)
+        weighted = np.where(count > 0, concentration, 0.0)
+        tiles = np.arange(0, S, TILE_ROWS)
+        groups = {
+            "rms z by row": (total, count, weighted),
+            "rms z by tile": tuple(
+                reduce.reduceat(a, tiles, axis=2) for reduce, a in
+                ((np.add, total), (np.add, count), (np.maximum, weighted))
+            ),
+            "rms z by head": (total.sum(2), count.sum(2), weighted.max(2)),
+            "rms z": (total.sum(), count.sum(), weighted.max()),
+        }  # fmt: skip
+        found = []
+        for rule, (squares, n, largest) in groups.items():
+            squares, n, largest = np.atleast_1d(squares, n, largest)
+            x = np.log((n > 0).sum() / FALSE_ALARM)
+            rows = 1 if self.tied else np.maximum(n / max(D, 1), 1)
+            share = largest / rows  # lambda of the group: independent rows
+            limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
+            limit = limit * (TIES if self.tied else 1)
+            statistic = np.sqrt(squares / np.maximum(n, 1))
+            worst = int((statistic / limit).argmax())
+            index = np.unravel_index(worst, statistic.shape)
+            step = TILE_ROWS if "tile" in rule else 1
+            place = [int(i) for i in index] if "z by" in rule else []
+            if len(place) == 3:
+                place[2] *= step
+            first = np.ravel_multi_index((*place, *(0 for _ in range(4 - len(place)))), (B, H, S, D))
+            found.append(self._verdict(rule, statistic.flat[worst], limit.flat[worst], int(first)))
+        return found
+
+    def _bias(self) -> list[Verdict]:
+        """Mean of z towards or away from zero: truncation, a scale off by a little."""
+        rows = int(self.compared.any(-1).sum())
+        if self.tied or rows < 2:  # the errors of rows are one error, repeated
+            return []
+        signed = (self.z * np.sign(self.rows.value))[self.compared]
+        per_row = (self.z * np.sign(self.rows.value)).sum(-1) / np.maximum(self.compared.sum(-1), 1)
+        per_row = per_row[self.compared.any(-1)]
+        seen = self.compared.any(-1)
+        predicted = np.sqrt(self.rows.concentration[seen].max() / rows)
+        measured = per_row.std() / np.sqrt(rows)
+        deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM)) * max(predicted, measured)
+        mean = float(signed.mean())
+        note = "away from zero" if mean > 0 else "towards zero"
+        return [self._verdict("bias", abs(mean), BIAS + deviation, 0, note=note)]
+
+    def _exact(self) -> list[Verdict]:
+        """What must come out bit for bit."""
+        found = []
+        different = self.judged & (self.cells != self.rows.value)
+        if self.name == "out":
+            one_key = (self.oracle.visible_keys == 1)[..., None] & self.judged
+            if one_key.any():
+                found.append(self._count("one visible key: out = v", different & one_key))
+            dead = (self.oracle.visible_keys == 0)[..., None] & self.judged
+            if dead.any():
+                found.append(self._count("no visible key: 0", different & dead))
+        if self.case.values == "exact" and self.name in ("out", "dv") and self.judged.any():
+            found.append(self._count("exactly representable", different))
+        if self.name in ("dq", "dk", "dv"):
+            none = self.judged & (self.rows.magnitude == 0)
+            if none.any():
+                found.append(self._count("no contribution: 0", different & none))
+        return found
+
+    def _count(self, rule: str, wrong: NDArray[np.bool_]) -> Verdict:
+        count = int(wrong.sum())
+        first = int(wrong.argmax())
+        return Verdict(
+            self.name, "oracle", rule, not count, float(count), 0.0,
+            self._where(first) if count else None,
+            f"{count} elements differ; the first: {self._values(first)}" if count else "",
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ the other references
+
+    def against_sdpa(self, sdpa: Array) -> list[Verdict]:
+        """The bound again, about SDPA's float64 value, and the two references about each other."""
+        r = sdpa[..., None] if self.name == "lse" else sdpa
+        e = self.rows
+        both = np.isfinite(e.value) & np.isfinite(r) & self.judged
+        largest = e.magnitude.max((-1, -2), keepdims=True, initial=0.0)  # by head
+        terms = 1 + self.oracle.score_terms / 64
+        with np.errstate(invalid="ignore"):
+            apart = np.where(both, np.abs(r - e.value), 0.0) / np.maximum(largest * terms, 1e-300)
+            differ = self.judged & (np.isfinite(e.value) != np.isfinite(r))
+        apart = np.where(differ, np.inf, apart)
+        if apart.size == 0:
+            return []
+        worst = int(apart.argmax())
+        note = "the references disagree: the suite, not the implementation, is at fault"
+        found = [
+            self._verdict("references agree", apart.flat[worst], AGREEMENT, worst, "sdpa",
+                          note if apart.flat[worst] > AGREEMENT else "")
+        ]  # fmt: skip
+        if self.compared.any():
+            with np.errstate(invalid="ignore"):
+                use = np.where(self.compared & both, np.abs(self.cells - r), 0.0) / e.bound
+            worst = int(use.argmax())
+            found.append(self._verdict("hard bound", use.flat[worst], 1.0 + 1e-6, worst, "sdpa"))
+        return found
+
+    def against_emulation(self, emulated: Array) -> list[Verdict]:
+        """Root mean square over the tensor, about a value that was rounded where the kernel rounds.
+
+        What remains is the last rounding, and P or dS that fell on the other side of a midpoint.
+        """
+        r = emulated[..., None] if self.name == "lse" else emulated
+        known = self.compared & np.isfinite(r)
+        rows = int(known.any(-1).sum())
+        if self.name == "lse" or rows < ROWS_FOR_EMULATION:
+            return []
+        with np.errstate(invalid="ignore"):
+            z = np.where(known, (self.cells - r) / self.rows.sigma_emulation, 0.0)
+        x = np.log(1 / FALSE_ALARM)
+        share = 1.0 if self.tied else 1 / rows
+        limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x) * (TIES if self.tied else 1)
+        statistic = np.sqrt((z**2).sum() / known.sum())
+        return [self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]
+
+    # ------------------------------------------------------------------ summary
+
+    def summary(self, p: Array | None) -> TensorSummary:
+        n = int(self.compared.sum())
+        fa2 = None
+        if p is not None and n:
+            p = p[..., None] if self.name == "lse" else p
+            with np.errstate(invalid="ignore"):
+                theirs = np.where(self.compared & np.isfinite(p), np.abs(p - self.rows.value), 0.0)
+            if theirs.max() > 0:
+                fa2 = float(self.error.max() / theirs.max())
+        return TensorSummary(
+            elements=self.cells.size,
+            judged=int(self.judged.sum()),
+            budget_use=float((self.error / self.rows.bound).max()) if n else 0.0,
+            max_z=float(np.abs(self.z).max()) if n else 0.0,
+            rms_z=float(np.sqrt((self.z**2).sum() / n)) if n else 0.0,
+            fa2=fa2,
+        )

@@ -1,0 +1,166 @@
+"""The numbers of a case, from its seed: the same on every platform and version.
+
+Integers come from a counter through splitmix64 (Steele, Lea, Flood 2014); floats are sums of their
+16-bit lanes, scaled. Only integer arithmetic and single IEEE operations are used, no library's
+generator, logarithm or cosine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .cases import Case
+
+Array = NDArray[np.float64]
+
+TENSORS = ("q", "k", "v", "d_out", "d_lse")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case's tensors on the CPU, contiguous, rounded to its dtype (d_lse: float32).
+
+    q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), d_out (B, Hq, Sq, Dv), d_lse (B, Hq, Sq);
+    d_out is None without a backward, d_lse unless the case has one.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    d_out: torch.Tensor | None
+    d_lse: torch.Tensor | None
+
+
+def make_inputs(case: Case) -> Inputs:
+    """The inputs of a case."""
+    x = dict(zip(("q", "k", "v", "d_out"), _regime(case), strict=True))
+    if case.layout == "expanded":  # one head's memory serves all heads
+        for name in ("k", "v", "d_out"):
+            x[name] = np.broadcast_to(x[name][:, :1], x[name].shape)
+    dtype = getattr(torch, case.dtype)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(t)).to(dtype) for name, t in x.items()}
+    d_lse = None
+    if case.d_lse:
+        shape = (case.batch, case.heads_q, case.len_q)
+        d_lse = torch.from_numpy(_integers(case, "d_lse", shape) if case.values == "exact"
+                                 else _normal(case, "d_lse", shape)).float()  # fmt: skip
+    if not case.backward:
+        del tensors["d_out"]
+    return Inputs(**({"d_out": None} | tensors), d_lse=d_lse)
+
+
+# ---------------------------------------------------------------- integers and floats from a counter
+
+
+def _hash(case: Case, tensor: str, salt: int, size: int) -> NDArray[np.uint64]:
+    """splitmix64 of a counter; a stream of its own for each seed, tensor and salt."""
+    stream = ((case.seed * 8 + TENSORS.index(tensor)) * 16 + salt) * 0x9E3779B97F4A7C15 % 2**64
+    with np.errstate(over="ignore"):
+        x = np.arange(size, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(stream)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        return x ^ (x >> np.uint64(31))
+
+
+def _normal(case: Case, tensor: str, shape: tuple[int, ...], salt: int = 0) -> Array:
+    """Nearly N(0, 1): the sum of eight uniform numbers (Irwin-Hall), at most 4.9 in magnitude."""
+    size = int(np.prod(shape))
+    total = np.zeros(size, np.int64)
+    for part in range(2):
+        bits = _hash(case, tensor, 2 * salt + part, size)
+        for lane in range(4):
+            total += ((bits >> np.uint64(16 * lane)) & np.uint64(0xFFFF)).astype(np.int64)
+    centred = (2 * total - 8 * 65535).astype(np.float64) / 131072.0
+    return (centred * 1.224744871391589).reshape(shape)  # sqrt(12 / 8)
+
+
+def _uniform(case: Case, tensor: str, shape: tuple[int, ...], salt: int = 0) -> Array:
+    """[0, 1), multiples of 2**-32."""
+    size = int(np.prod(shape))
+    bits = _hash(case, tensor, 2 * salt, size) >> np.uint64(32)
+    return (bits.astype(np.float64) / 2.0**32).reshape(shape)
+
+
+def _integers(case: Case, tensor: str, shape: tuple[int, ...]) -> Array:
+    """-2 to 2."""
+    return np.floor(5 * _uniform(case, tensor, shape, salt=5)) - 2
+
+
+# ---------------------------------------------------------------- regimes
+
+
+def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    B, Hq, Hkv = case.batch, case.heads_q, case.heads_kv
+    return {
+        "q": (B, Hq, case.len_q, case.dim),
+        "k": (B, Hkv, case.len_k, case.dim),
+        "v": (B, Hkv, case.len_k, case.dim_v),
+        "d_out": (B, Hq, case.len_q, case.dim_v),
+    }
+
+
+def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
+    q, k, v, d_out = (_normal(case, name, shape) for name, shape in _shapes(case).items())
+    Sk, D = case.len_k, case.dim
+    match case.values:
+        case "normal":
+            pass
+        case "large":
+            q, k, v, d_out = 4 * q, 4 * k, 8 * v, 8 * d_out
+        case "tiny":
+            q, k, v, d_out = q / 16, k / 16, v / 4096, d_out / 4096
+        case "outliers":
+            q, k, v, d_out = (
+                x + 10 * _normal(case, n, x.shape, 2) * (_uniform(case, n, x.shape, 3) < 0.001)
+                for n, x in zip(TENSORS, (q, k, v, d_out), strict=False)
+            )
+        case "equal":
+            k = np.repeat(k[:, :, :1], Sk, axis=2)
+        case "near-tied":
+            q, k = 3 * q, 3 * k
+            k[:, :, 1::2] = k[:, :, : Sk // 2 * 2 : 2] * (1 + 2.0**-10)
+        case "negative":
+            q, k = np.abs(q) + 0.25, -np.abs(k) - 0.25
+        case "very-negative":
+            # k a few steps of the dtype above a constant, so that the softmax is not one-hot
+            size = np.round((60000 / D**0.5) ** 0.5)
+            step = {"float16": 2.0**-4, "bfloat16": 0.5, "float32": 2.0**-6}[case.dtype]
+            changed = _uniform(case, "k", k.shape, 3) < 2 / D
+            q, k = np.full_like(q, size), -size + step * changed
+        case "growing":
+            direction = np.sign(_uniform(case, "q", (D,), 4) - 0.5)
+            ramp = np.arange(Sk)[:, None] / max(Sk, 1)
+            q = 0.5 * q + direction
+            k = 0.5 * k + 16 * ramp * direction / D**0.5
+        case "mean":
+            v, d_out = 1 + 0.1 * v, 1 + 0.1 * d_out
+        case "exact":
+            q, k = _one_hot(case)
+            v, d_out = (_integers(case, n, x.shape) for n, x in (("v", v), ("d_out", d_out)))
+    return q, k, v, d_out
+
+
+def _one_hot(case: Case) -> tuple[Array, Array]:
+    """Queries that each pick one visible key: its score leads all others by 200 or more.
+
+    Keys are binary codes of +-amplitude, the query is the code of its key: a key that differs in one
+    bit scores 2 amplitude**2 |scale| less. Keys of equal code (more than 2**16 of them, or 2**D) do not occur.
+    """
+    Sq, Sk, D = case.len_q, case.len_k, case.dim
+    scale = case.effective_scale
+    q = np.zeros(_shapes(case)["q"])
+    k = np.zeros(_shapes(case)["k"])
+    if Sk == 0 or scale == 0:
+        return q, k
+    amplitude = 2.0 ** np.ceil(0.5 * np.log2(100 / abs(scale)))
+    bits = np.arange(Sk)[:, None] >> (np.arange(D) % 16) & 1  # [Sk, D]
+    codes = amplitude * (2.0 * bits - 1)
+    k[:] = codes
+    last = np.minimum(np.arange(Sq) + Sk - Sq, Sk - 1) if case.causal else np.full(Sq, Sk - 1)
+    pick = np.floor(_uniform(case, "q", q.shape[:3], 4) * (np.maximum(last, 0) + 1)).astype(int)
+    q[:] = np.sign(scale) * codes[pick]
+    return q, k
