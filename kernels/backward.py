@@ -12,17 +12,28 @@ order, so the result is the same bit for bit in every run.
 import triton
 import triton.language as tl
 
-from .numerics import LOG2_E, is_visible, key_range, load_tile, operand, rounded, store_tile
+from .numerics import (
+    LOG2_E,
+    STRIDES_AND_LENGTHS,
+    head_base,
+    is_visible,
+    key_range,
+    load_tile,
+    operand,
+    rounded,
+    store_tile,
+    tile_pointers,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_delta(
     Out, DOut, DLse, Delta,
     stride_ob, stride_oh, stride_om, stride_od,
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dlb, stride_dlh, stride_dlm,
     Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Delta (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
     n_tiles = tl.cdiv(Sq, BM)
@@ -32,13 +43,13 @@ def attention_delta(
     h = (batch_head % Hq).to(tl.int64)
     rows = program % n_tiles * BM + tl.arange(0, BM)
 
-    o_base = Out + b * stride_ob + h * stride_oh
-    do_base = DOut + b * stride_dob + h * stride_doh
-    out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, True)
-    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+    o_base = head_base(Out, b, stride_ob, h, stride_oh, VECTOR)
+    do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
+    out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, VECTOR, True)
+    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
     delta = tl.sum(out.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
     if HAS_DLSE:
-        dlse_base = DLse + b * stride_dlb + h * stride_dlh
+        dlse_base = head_base(DLse, b, stride_dlb, h, stride_dlh, 1)
         delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)
     tl.store(Delta + batch_head.to(tl.int64) * Sq + rows, delta, mask=rows < Sq)
 
@@ -54,7 +65,7 @@ def gather_key_gradients(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, end, keys, Sq, Sk, exponent_scale,
     stride_qm, stride_qd, stride_dom, stride_dod,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Adds what the query rows [start, end) give to dk and dv of a tile of keys.
@@ -64,8 +75,9 @@ def gather_key_gradients(
     """
     for i in range(start, end, BM):
         rows = i + tl.arange(0, BM)
-        q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
-        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+        q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
+        q = operand(q, EMULATE_BF16)
+        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
         dO = operand(dO, EMULATE_BF16)
         lse = load_row(lse_base, rows, Sq, float("inf")) * LOG2_E
         delta = load_row(delta_base, rows, Sq, 0.0)
@@ -81,7 +93,7 @@ def gather_key_gradients(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_backward_dkdv(
     Q, K, V, DOut, Lse, Delta, DK, DV_,
     stride_qb, stride_qh, stride_qm, stride_qd,
@@ -92,7 +104,7 @@ def attention_backward_dkdv(
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     scale, Hkv, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Hkv, Sk, D) and dv (B, Hkv, Sk, DV). Grid: B * Hkv * ceil(Sk / BN)."""
@@ -103,17 +115,21 @@ def attention_backward_dkdv(
     h_kv = (program // n_tiles % Hkv).to(tl.int64)
     keys = start_n + tl.arange(0, BN)
 
-    k_base = K + b * stride_kb + h_kv * stride_kh
-    v_base = V + b * stride_vb + h_kv * stride_vh
-    k = operand(load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, True), EMULATE_BF16)
-    v = operand(load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, True), EMULATE_BF16)
+    k_base = head_base(K, b, stride_kb, h_kv, stride_kh, VECTOR)
+    v_base = head_base(V, b, stride_vb, h_kv, stride_vh, VECTOR)
+    k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, True)
+    k = operand(k, EMULATE_BF16)
+    v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, True)
+    v = operand(v, EMULATE_BF16)
     exponent_scale = scale * LOG2_E
 
     if CAUSAL:
-        # row i sees key j iff i >= j - (Sk - Sq): from `start` on some of the tile, from `full` on all
-        start = tl.maximum(start_n - (Sk - Sq), 0) // BM * BM
-        full = tl.cdiv(tl.maximum(start_n + BN - 1 - (Sk - Sq), 0), BM) * BM
-        full = tl.minimum(full, Sq)
+        # Row i sees key j iff i >= j - (Sk - Sq): from `start` on a row sees some of the tile, from `full`
+        # on all of it. No tile of rows begins before the first row that sees a key: what dO and dlse hold
+        # at dead rows, NaN perhaps, is never read.
+        start = tl.maximum(start_n - (Sk - Sq), 0)
+        seen_whole = tl.maximum(start_n + BN - 1 - (Sk - Sq), 0)
+        full = tl.minimum(start + tl.cdiv(seen_whole - start, BM) * BM, Sq)
     else:
         start = 0
         full = 0
@@ -121,22 +137,24 @@ def attention_backward_dkdv(
     dv = tl.zeros([BN, BLOCK_DV], tl.float32)
     for g in range(group):
         h = h_kv * group + g
-        q_base = Q + b * stride_qb + h * stride_qh
-        do_base = DOut + b * stride_dob + h * stride_doh
+        q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
+        do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
         row_base = (b * Hkv * group + h) * Sq
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
             start, full, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, True, PRECISION, EMULATE_BF16)  # fmt: skip
+            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
             full, Sq, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, False, PRECISION, EMULATE_BF16)  # fmt: skip
+            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
-    dk_base = DK + b * stride_dkb + h_kv * stride_dkh
-    dv_base = DV_ + b * stride_dvb + h_kv * stride_dvh
-    store_tile(dk_base, dk * scale, keys, stride_dkn, stride_dkd, Sk, D, BLOCK_D, EMULATE_BF16)
-    store_tile(dv_base, dv, keys, stride_dvn, stride_dvd, Sk, DV, BLOCK_DV, EMULATE_BF16)
+    dk_base = head_base(DK, b, stride_dkb, h_kv, stride_dkh, VECTOR)
+    dv_base = head_base(DV_, b, stride_dvb, h_kv, stride_dvh, VECTOR)
+    dk_pointers = tile_pointers(dk_base, keys, stride_dkn, stride_dkd, BLOCK_D, VECTOR)
+    store_tile(dk_pointers, dk * scale, keys, Sk, D, BLOCK_D, EMULATE_BF16)
+    dv_pointers = tile_pointers(dv_base, keys, stride_dvn, stride_dvd, BLOCK_DV, VECTOR)
+    store_tile(dv_pointers, dv, keys, Sk, DV, BLOCK_DV, EMULATE_BF16)
 
 
 @triton.jit
@@ -144,14 +162,14 @@ def gather_query_gradients(
     dq, q, dO, lse, delta, k_base, v_base, start, end, rows, Sq, Sk, exponent_scale,
     stride_kn, stride_kd, stride_vn, stride_vd,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys [start, end) give to dq of a tile of query rows."""
     for n in range(start, end, BN):
         keys = n + tl.arange(0, BN)
-        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, MASKED)
-        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, MASKED)
+        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, MASKED)
+        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, MASKED)
         k = operand(k, EMULATE_BF16)
         v = operand(v, EMULATE_BF16)
         S = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
@@ -165,7 +183,7 @@ def gather_query_gradients(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_backward_dq(
     Q, K, V, DOut, Lse, Delta, DQ,
     stride_qb, stride_qh, stride_qm, stride_qd,
@@ -175,7 +193,7 @@ def attention_backward_dq(
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     scale, Hq, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Sq, D). Grid: B * Hq * ceil(Sq / BM)."""
@@ -187,13 +205,14 @@ def attention_backward_dq(
     h = (batch_head % Hq).to(tl.int64)
     rows = start_m + tl.arange(0, BM)
 
-    q_base = Q + b * stride_qb + h * stride_qh
-    k_base = K + b * stride_kb + h // group * stride_kh
-    v_base = V + b * stride_vb + h // group * stride_vh
-    do_base = DOut + b * stride_dob + h * stride_doh
+    q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
+    k_base = head_base(K, b, stride_kb, h // group, stride_kh, VECTOR)
+    v_base = head_base(V, b, stride_vb, h // group, stride_vh, VECTOR)
+    do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
     row_base = batch_head.to(tl.int64) * Sq
-    q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
-    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, True)
+    q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
+    q = operand(q, EMULATE_BF16)
+    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
     dO = operand(dO, EMULATE_BF16)
     lse = load_row(Lse + row_base, rows, Sq, float("inf")) * LOG2_E  # [BM]
     delta = load_row(Delta + row_base, rows, Sq, 0.0)  # [BM]
@@ -203,12 +222,15 @@ def attention_backward_dq(
     full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
     dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, 0, full, rows, Sq, Sk,
                                 exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
-                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, False,
+                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, False, VECTOR,
                                 PRECISION, EMULATE_BF16)  # fmt: skip
     dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, full, end, rows, Sq, Sk,
                                 exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
-                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, True,
+                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, True, VECTOR,
                                 PRECISION, EMULATE_BF16)  # fmt: skip
 
-    dq_base = DQ + b * stride_dqb + h * stride_dqh
-    store_tile(dq_base, dq * scale, rows, stride_dqm, stride_dqd, Sq, D, BLOCK_D, EMULATE_BF16)
+    live = is_visible(rows, 0, Sq, Sk, CAUSAL)  # a dead row's dO and dlse may be NaN
+    dq = tl.where(live[:, None], dq * scale, 0.0)
+    dq_base = head_base(DQ, b, stride_dqb, h, stride_dqh, VECTOR)
+    dq_pointers = tile_pointers(dq_base, rows, stride_dqm, stride_dqd, BLOCK_D, VECTOR)
+    store_tile(dq_pointers, dq, rows, Sq, D, BLOCK_D, EMULATE_BF16)

@@ -53,9 +53,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"v has {v.shape[1]} heads of {v.shape[2]} keys and k {Hkv} of {Sk}; they must be the same"
         )
     if Hq == 0 or Hkv == 0 or Hq % Hkv:
-        raise ValueError(
-            f"q has {Hq} heads and k, v have {Hkv}; q must have one or a multiple of as many"
-        )
+        raise ValueError(f"q has {Hq} heads and k, v have {Hkv}; q must have one or a multiple of as many")
     for name, dim in (("q", D), ("v", v.shape[3])):
         if not SMALLEST_HEAD_DIM <= dim <= LARGEST_HEAD_DIM:
             raise ValueError(

@@ -10,20 +10,31 @@ largest P of a row is exactly 1, however large the scores are.
 import triton
 import triton.language as tl
 
-from .numerics import LOG2_E, is_visible, key_range, load_tile, operand, rounded, store_tile
+from .numerics import (
+    LOG2_E,
+    STRIDES_AND_LENGTHS,
+    head_base,
+    is_visible,
+    key_range,
+    load_tile,
+    operand,
+    rounded,
+    store_tile,
+    tile_pointers,
+)
 
 
 @triton.jit
 def attend(acc, l, m, q, k_base, v_base, start, end, rows, Sq, Sk, exponent_scale,
            stride_kn, stride_kd, stride_vn, stride_vd,
            D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-           BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+           BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
            PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
     """The online softmax over the keys [start, end), in whole tiles: updates acc, l, m."""
     for n in range(start, end, BN):
         keys = n + tl.arange(0, BN)
-        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, MASKED)
-        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, MASKED)
+        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, MASKED)
+        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, MASKED)
         k = operand(k, EMULATE_BF16)  # [BN, D]
         v = operand(v, EMULATE_BF16)  # [BN, DV]
         S = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
@@ -43,7 +54,7 @@ def attend(acc, l, m, q, k_base, v_base, start, end, rows, Sq, Sk, exponent_scal
     return acc, l, m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_forward(
     Q, K, V, Out, Lse,
     stride_qb, stride_qh, stride_qm, stride_qd,
@@ -52,7 +63,7 @@ def attention_forward(
     stride_ob, stride_oh, stride_om, stride_od,
     scale, Hq, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """out (B, Hq, Sq, DV) and Lse (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
@@ -64,10 +75,11 @@ def attention_forward(
     h = (batch_head % Hq).to(tl.int64)
     rows = start_m + tl.arange(0, BM)
 
-    q_base = Q + b * stride_qb + h * stride_qh
-    k_base = K + b * stride_kb + h // group * stride_kh
-    v_base = V + b * stride_vb + h // group * stride_vh
-    q = operand(load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, True), EMULATE_BF16)
+    q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
+    k_base = head_base(K, b, stride_kb, h // group, stride_kh, VECTOR)
+    v_base = head_base(V, b, stride_vb, h // group, stride_vh, VECTOR)
+    q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
+    q = operand(q, EMULATE_BF16)
     q = tl.where(scale < 0, -q, q)  # exact; from here on the scale is |scale| and m a maximum
     exponent_scale = tl.abs(scale) * LOG2_E
 
@@ -77,15 +89,16 @@ def attention_forward(
     full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
     acc, l, m = attend(acc, l, m, q, k_base, v_base, 0, full, rows, Sq, Sk, exponent_scale,
                        stride_kn, stride_kd, stride_vn, stride_vd, D, DV, BLOCK_D, BLOCK_DV,
-                       BN, CAUSAL, False, PRECISION, EMULATE_BF16)  # fmt: skip
+                       BN, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
     acc, l, m = attend(acc, l, m, q, k_base, v_base, full, end, rows, Sq, Sk, exponent_scale,
                        stride_kn, stride_kd, stride_vn, stride_vd, D, DV, BLOCK_D, BLOCK_DV,
-                       BN, CAUSAL, True, PRECISION, EMULATE_BF16)  # fmt: skip
+                       BN, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
     # Dead rows are known by their index, not by l = 0: a row of -inf scores must come out as NaN.
     live = is_visible(rows, 0, Sq, Sk, CAUSAL)
     out = tl.where(live[:, None], acc / l[:, None], 0.0)
     lse = tl.where(live, m * tl.abs(scale) + tl.log(l), float("-inf"))
-    o_base = Out + b * stride_ob + h * stride_oh
-    store_tile(o_base, out, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, EMULATE_BF16)
+    o_base = head_base(Out, b, stride_ob, h, stride_oh, VECTOR)
+    o_pointers = tile_pointers(o_base, rows, stride_om, stride_od, BLOCK_DV, VECTOR)
+    store_tile(o_pointers, out, rows, Sq, DV, BLOCK_DV, EMULATE_BF16)
     tl.store(Lse + batch_head.to(tl.int64) * Sq + rows, lse, mask=rows < Sq)

@@ -32,7 +32,8 @@ def forward(
         attention_forward[(B * Hq * -(-Sq // tile.BM),)](
             q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             scale, Hq, Hq // Hkv, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-            **_dims(q, v), **_arithmetic(arch, q, allow_tf32), **_compilation(arch, tile),
+            VECTOR=_vector(q, k, v, out), **_dims(q, v), **_arithmetic(arch, q, allow_tf32),
+            **_compilation(arch, tile),
         )  # fmt: skip
     return out, lse
 
@@ -59,7 +60,7 @@ def backward(
                 *out.stride(), *d_out.stride(),
                 *(d_lse.stride() if d_lse is not None else (0, 0, 0)),
                 Hq, Sq, DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,
-                HAS_DLSE=d_lse is not None,
+                HAS_DLSE=d_lse is not None, VECTOR=_vector(out, d_out),
             )  # fmt: skip
         if dk.numel() or dv.numel():
             tile = tiles.dkdv
@@ -67,7 +68,7 @@ def backward(
                 q, k, v, d_out, lse, delta, dk, dv,
                 *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
                 scale, Hkv, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-                **dims, **arithmetic, **_compilation(arch, tile),
+                VECTOR=_vector(q, k, v, d_out, dk, dv), **dims, **arithmetic, **_compilation(arch, tile),
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
@@ -75,7 +76,7 @@ def backward(
                 q, k, v, d_out, lse, delta, dq,
                 *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dq.stride(),
                 scale, Hq, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-                **dims, **arithmetic, **_compilation(arch, tile),
+                VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, tile),
             )  # fmt: skip
     return dq, dk, dv
 
@@ -88,6 +89,17 @@ def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
         "BLOCK_D": padded_head_dim(D),
         "BLOCK_DV": padded_head_dim(Dv),
     }
+
+
+def _vector(*tensors: Tensor) -> int:
+    """Elements of a 16-byte access if every row of every tensor allows one, else 1."""
+    width = 16 // tensors[0].element_size()
+    for t in tensors:
+        *strides, last = t.stride()
+        gaps = any(s % width for s, n in zip(strides, t.shape, strict=False) if n > 1)
+        if last != 1 or gaps or t.data_ptr() % 16:
+            return 1
+    return width
 
 
 def _arithmetic(arch: Architecture, q: Tensor, allow_tf32: bool) -> dict[str, Any]:

@@ -5,6 +5,13 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+STRIDES_AND_LENGTHS = [
+    *(f"stride_{tensor}{dim}" for tensor in ("q", "o", "do", "dq", "dl") for dim in "bhmd"),
+    *(f"stride_{tensor}{dim}" for tensor in ("k", "v", "dk", "dv") for dim in "bhnd"),
+    "Hq", "Hkv", "group", "Sq", "Sk",
+]  # fmt: skip
+"""Integer arguments that a kernel is not compiled anew for; see `tile_pointers`."""
+
 
 @triton.jit
 def operand(x, EMULATE_BF16: tl.constexpr):
@@ -35,39 +42,53 @@ def rounded(x, DTYPE: tl.constexpr, EMULATE_BF16: tl.constexpr):
 
 
 @triton.jit
-def stored(pointers, x, mask, EMULATE_BF16: tl.constexpr):
-    """Store a float32 tile, rounded to the dtype of the memory."""
-    x = rounded(x, pointers.dtype.element_ty, EMULATE_BF16)
-    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+def head_base(tensor, b, stride_b, h, stride_h, VECTOR: tl.constexpr):
+    """Pointer to one head of one batch entry. 64-bit offsets: b and h are int64."""
+    return tensor + (b * stride_b + h * stride_h) // VECTOR * VECTOR
 
 
 @triton.jit
-def load_tile(base, rows, stride_row, stride_dim, n_rows,
-              DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
-    """Rows of a tensor as a tile [len(rows), BLOCK_DIM]; 0 past n_rows and past DIM. 64-bit offsets."""
+def tile_pointers(base, rows, stride_row, stride_dim, BLOCK_DIM: tl.constexpr, VECTOR: tl.constexpr):
+    """Pointers [len(rows), BLOCK_DIM]. 64-bit offsets.
+
+    VECTOR > 1 promises a last dimension without gaps and all else in multiples of VECTOR elements (16
+    bytes). The compiler learns it from a division and multiplication that change nothing, and emits
+    16-byte accesses; Triton's own specialisation of integer arguments would compile each kernel anew
+    for every pattern of divisible strides and lengths.
+    """
     dims = tl.arange(0, BLOCK_DIM)
-    pointers = base + rows.to(tl.int64)[:, None] * stride_row + dims.to(tl.int64)[None, :] * stride_dim
+    if VECTOR > 1:
+        return base + (rows.to(tl.int64) * (stride_row // VECTOR * VECTOR))[:, None] + dims[None, :]
+    else:
+        columns = dims.to(tl.int64) * stride_dim
+        return base + (rows.to(tl.int64) * stride_row)[:, None] + columns[None, :]
+
+
+@triton.jit
+def load_tile(base, rows, stride_row, stride_dim, n_rows, DIM: tl.constexpr,
+              BLOCK_DIM: tl.constexpr, VECTOR: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
+    """Rows of a tensor as a tile [len(rows), BLOCK_DIM]; 0 past n_rows and past DIM."""
+    pointers = tile_pointers(base, rows, stride_row, stride_dim, BLOCK_DIM, VECTOR)
+    inside = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if CHECK_ROWS:
         if DIM == BLOCK_DIM:
             return tl.load(pointers, mask=(rows < n_rows)[:, None], other=0.0)
         else:
-            mask = (rows < n_rows)[:, None] & (dims < DIM)[None, :]
-            return tl.load(pointers, mask=mask, other=0.0)
+            return tl.load(pointers, mask=(rows < n_rows)[:, None] & inside, other=0.0)
     else:
         if DIM == BLOCK_DIM:
             return tl.load(pointers)
         else:
-            return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(base, x, rows, stride_row, stride_dim, n_rows,
-               DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
-    """A float32 tile [len(rows), BLOCK_DIM] to rows of a tensor, up to n_rows and DIM."""
-    dims = tl.arange(0, BLOCK_DIM)
-    pointers = base + rows.to(tl.int64)[:, None] * stride_row + dims.to(tl.int64)[None, :] * stride_dim
-    mask = (rows < n_rows)[:, None] & (dims < DIM)[None, :]
-    stored(pointers, x, mask, EMULATE_BF16)
+def store_tile(pointers, x, rows, n_rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+               EMULATE_BF16: tl.constexpr):  # fmt: skip
+    """A float32 tile [len(rows), BLOCK_DIM], rounded to the dtype of the memory, up to n_rows and DIM."""
+    mask = (rows < n_rows)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    x = rounded(x, pointers.dtype.element_ty, EMULATE_BF16)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -159,9 +159,7 @@ class _Problem:
     tainted: NDArray[np.bool_] = field(init=False)  # (N,): a non-finite value in q, k, v
 
     @classmethod
-    def of(
-        cls, q, k, v, d_out, d_lse, causal, scale, dtype, alignment, out_given, rounding
-    ) -> _Problem:
+    def of(cls, q, k, v, d_out, d_lse, causal, scale, dtype, alignment, out_given, rounding) -> _Problem:
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; it may be one of {', '.join(DTYPES)}")
         if alignment not in ALIGNMENTS:
@@ -231,9 +229,7 @@ class _Problem:
         self.tainted_lse = bad_qk
         self.tainted = bad_qk | self.bad_value.any(1)
         if self.tainted.any():
-            self.q, self.k, self.v = (
-                np.where(np.isfinite(t), t, 0.0) for t in (self.q, self.k, self.v)
-            )
+            self.q, self.k, self.v = (np.where(np.isfinite(t), t, 0.0) for t in (self.q, self.k, self.v))
 
     # ------------------------------------------------------------------ the whole, by rectangles
 
@@ -344,6 +340,7 @@ class _Problem:
         t.rel_sigma = t.S_sigma + 2 * C_EXP + A * distance
         t.rel_bound = np.expm1(np.minimum(t.S_bound + 4 * C_EXP + 2 * A * distance, 40.0))
         r.powerless = ((t.S_bound > 1) & t.visible).any(-1) | t.tainted
+        r.one_key = t.visible.sum(-1) == 1  # P is 1, whatever the score
 
     def _operand_rounding(self) -> tuple[float, float]:
         """u and eta of P and dS on their way into a product; float32 is not rounded there."""
@@ -363,7 +360,7 @@ class _Problem:
         r, n, d = t.row, t.n_keys, self.dtype
         out, V, V2 = r.out, np.abs(t.v), t.v**2
         rounded = t.h**2 / 3
-        scores = (t.P * t.rel_sigma) ** 2
+        scores = (t.P * t.rel_sigma + FLUSHED) ** 2
         terms = t.P @ V
         # A rounded P moves out by v; an error of the score also moves l, hence by v - out.
         from_scores = scores @ V2 - 2 * out * (scores @ t.v) + out**2 * scores.sum(-1)[..., None]
@@ -375,7 +372,7 @@ class _Problem:
         variance = np.maximum(from_p + from_scores, 0) + summed + last
         weight = t.h + t.P * t.rel_bound + FLUSHED
         b0 = weight @ V + weight.sum(-1)[..., None] * np.abs(out) + sum_bound(n) * terms
-        flips = flip_variance(t.h, t.P * t.rel_sigma)
+        flips = flip_variance(t.h, t.P * t.rel_sigma + FLUSHED)
         alternatives = [out] if d is FLOAT32 else [out, t.e_rounded @ t.v]
         low, high = _hull(alternatives, -self._beta(n) * out)
         r.out_bound = b0 + d.u * (np.abs(out) + b0) + d.eta
@@ -388,7 +385,7 @@ class _Problem:
             sigma_emulation=np.sqrt(flips @ V2 + 2 * summed + last),
             magnitude=terms,
             concentration=_concentration(rounded + scores, t.v, variance),
-            powerless=r.powerless,
+            powerless=r.powerless & ~(r.one_key & ~t.tainted),
             nonfinite=t.sees_nan | t.sees_bad_value,
         )
 
@@ -403,9 +400,7 @@ class _Problem:
             + (A * r.m) ** 2
             + (sum_sigma(n) + C_EXP) ** 2
         )
-        bound = (t.P * t.S_bound).sum(-1) + A * (
-            2 * np.abs(lse) + 2 * np.abs(r.m) + 2 * mean + n + 12
-        )
+        bound = (t.P * t.S_bound).sum(-1) + A * (2 * np.abs(lse) + 2 * np.abs(r.m) + 2 * mean + n + 12)
         if self.rounding.l_from_rounded_p:
             variance += (t.h**2).sum(-1) / 3
             bound += t.h.sum(-1)
@@ -437,14 +432,15 @@ class _Problem:
         r.delta_terms = (np.abs(t.d_out) * np.abs(r.out)).sum(-1)
         rounding = A * (np.abs(r.delta) + np.abs(t.d_lse))
         r.delta_sigma = sum_sigma(Dv) * r.delta_terms + rounding
-        r.delta_bound = (
-            sum_bound(Dv) * r.delta_terms + (np.abs(t.d_out) * r.out_bound).sum(-1) + rounding
-        )
+        r.delta_bound = sum_bound(Dv) * r.delta_terms + (np.abs(t.d_out) * r.out_bound).sum(-1) + rounding
 
     def _probabilities(self, t: SimpleNamespace) -> None:
-        """P of a rectangle from the lse of its rows, as the backward of a kernel recomputes it."""
-        lse = np.where(t.row.live, t.row.lse, 0.0)
-        t.P = np.where(t.visible, np.exp(t.S - lse[..., None]), 0.0)
+        """P of a rectangle from the statistics of its rows.
+
+        From m and l, not from the lse: where that is 1e4, its last bit is worth 1e-12 of P.
+        """
+        m, l = t.row.m[..., None], t.row.l[..., None]
+        t.P = np.where(t.visible, np.exp(t.S - m) / l, 0.0)
 
     def _score_gradients(self, t: SimpleNamespace) -> None:
         """dS of a rectangle, its error, and its legal roundings under each hypothesis of delta."""
@@ -465,18 +461,15 @@ class _Problem:
         after = self._operand_step(scale * t.dS) / abs(scale) if scale else 0 * t.dS
         after = np.where(t.visible, after, 0.0)
         small = A * (np.abs(t.dP) + (np.abs(r.delta) + np.abs(t.d_lse))[..., None])
-        before_rounding = (t.p_sigma * t.dS) ** 2 + (
-            t.P * (sum_sigma(Dv) * dP_terms + small)
-        ) ** 2
+        flushed = FLUSHED * (dP_terms + r.delta_terms[..., None])
+        before_rounding = (t.p_sigma * t.dS) ** 2 + (t.P * (sum_sigma(Dv) * dP_terms + small) + flushed) ** 2
         t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
         t.dS_bound = (
             t.h_dS
             + after
             + t.p_bound * np.abs(t.dS)
-            + FLUSHED * (dP_terms + r.delta_terms[..., None])
-            + t.P
-            * (1 + t.p_bound)
-            * (sum_bound(Dv) * dP_terms + r.delta_bound[..., None] + 2 * small)
+            + flushed
+            + t.P * (1 + t.p_bound) * (sum_bound(Dv) * dP_terms + r.delta_bound[..., None] + 2 * small)
         )
         if self.rounding.p_rounded_before_ds:
             t.dS_variance += (t.hP * t.pull) ** 2 / 3
@@ -512,10 +505,9 @@ class _Problem:
         from_lse = (r.lse_sigma[..., None] * dq) ** 2
         last = d.half_step(dq) ** 2 / 3
         variance = scale**2 * (t.dS_variance @ K2 + common + summed) + from_lse + last
-        b0 = (
-            abs(scale) * (t.dS_bound @ K + sum_bound(n) * ((np.abs(t.dS) + t.dS_bound) @ K))
-            + 2 * A * np.abs(dq)
-        )
+        b0 = abs(scale) * (
+            t.dS_bound @ K + sum_bound(n) * ((np.abs(t.dS) + t.dS_bound) @ K)
+        ) + 2 * A * np.abs(dq)
         moved = scale * (t.dS_truncation @ t.k)
         sides = [
             _hull([scale * (dS @ t.k) for dS in places], moved, -self._beta(n) * dq)
@@ -560,9 +552,7 @@ class _Problem:
             sigma=np.sqrt(variance),
             low=np.stack([low for low, _ in sides]),
             high=np.stack([high for _, high in sides]),
-            sigma_emulation=np.sqrt(
-                scale**2 * ((_T(t.dS_flips) + 2 * delta) @ Q2 + 2 * summed) + last
-            ),
+            sigma_emulation=np.sqrt(scale**2 * ((_T(t.dS_flips) + 2 * delta) @ Q2 + 2 * summed) + last),
             magnitude=abs(scale) * (_T(t.dS_terms) @ Q),
             concentration=_concentration(scale**2 * per_row, t.q, variance),
             powerless=self._powerless_keys(t, t.overflows),
@@ -574,7 +564,7 @@ class _Problem:
         dO, dO2 = np.abs(t.d_out), t.d_out**2
         dv = _T(t.P) @ t.d_out
         terms = _T(t.P) @ dO
-        per_row = _T(t.hP**2 / 3 + (t.P * t.p_sigma) ** 2)
+        per_row = _T(t.hP**2 / 3 + (t.P * t.p_sigma + FLUSHED) ** 2)
         summed = (sum_sigma(n) * terms) ** 2
         last = self._stored_heads() * d.half_step(dv) ** 2 / 3
         variance = per_row @ dO2 + summed + last
@@ -582,7 +572,7 @@ class _Problem:
         b0 = _T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO)
         alternatives = [dv] if d is FLOAT32 else [dv, _T(d.rounded(t.P)) @ t.d_out]
         low, high = _hull(alternatives, -self._beta(n) * dv)
-        flips = flip_variance(t.hP, t.P * t.p_sigma)
+        flips = flip_variance(t.hP, t.P * t.p_sigma + FLUSHED)
         return SimpleNamespace(
             value=dv,
             bound=b0 + self._stored_heads() * (d.u * (np.abs(dv) + b0) + d.eta),

@@ -89,9 +89,7 @@ class Case:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.heads_q % self.heads_kv:
-            raise ValueError(
-                f"heads_q is {self.heads_q}; it must be a multiple of heads_kv, {self.heads_kv}"
-            )
+            raise ValueError(f"heads_q is {self.heads_q}; it must be a multiple of heads_kv, {self.heads_kv}")
         if self.scale is not None and not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}; it must be finite")
         if self.seed >= 2**32:
@@ -103,9 +101,7 @@ class Case:
             ("grad", GRADIENTS),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; it may be one of {', '.join(allowed)}"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be one of {', '.join(allowed)}")
         if self.d_lse and self.grad == "none":
             raise ValueError("d_lse is True and grad is 'none'; d_lse needs an input with a gradient")
 
@@ -116,6 +112,16 @@ class Case:
     @property
     def effective_scale(self) -> float:
         return self.dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def tied(self) -> bool:
+        """Whether scores repeat, and rounding errors with them."""
+        return self.values in TIED or self.effective_scale == 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether out, and dv in 16 bit, must come out bit for bit."""
+        return self.values == "exact" and self.effective_scale != 0
 
     @property
     def dead_rows(self) -> bool:

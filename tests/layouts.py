@@ -6,19 +6,22 @@ import torch
 from torch import Tensor
 
 
-def place(x: Tensor, layout: str, device: torch.device) -> Tensor:
+EXPANDED = frozenset({"k", "v", "d_out"})
+"""What the layout "expanded" expands over the heads; their values repeat there (`values`)."""
+
+
+def place(name: str, x: Tensor, layout: str, device: torch.device) -> Tensor:
     """The values of x (dense, 3 or 4 dimensions: B, H, S[, D]) in a layout, as a view of poisoned memory.
 
     Args:
+        name: which input it is: "q", "k", "v", "d_out", "d_lse".
         x: contiguous, on the CPU.
         layout: a name of `cases.LAYOUTS`.
         device: where the memory is.
     """
+    if layout == "expanded" and name in EXPANDED:
+        return place(name, x[:, :1], "bhsd", device).expand(x.shape)
     view = _empty_view(x, layout, device)
-    if layout == "expanded" and x.shape[1] > 0:
-        one_head = _empty_view(x[:, :1], "bhsd", device)
-        one_head.copy_(x[:, :1])
-        return one_head.expand(x.shape)
     view.copy_(x)
     return view
 

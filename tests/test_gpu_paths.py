@@ -104,9 +104,7 @@ def test_the_worst_status_is_the_status(statuses: list[int], expected: int) -> N
         ("os.kill(os.getpid(), signal.SIGKILL)", gpu_paths.BROKE),
     ],
 )
-def test_the_end_of_a_child_in_the_terms_of_the_suite(
-    end: str, expected: int, tmp_path: Path
-) -> None:
+def test_the_end_of_a_child_in_the_terms_of_the_suite(end: str, expected: int, tmp_path: Path) -> None:
     child = [sys.executable, "-c", f"import os, signal, sys; {end}"]
     assert gpu_paths.run(CodePath("native"), child, tmp_path, {}) == expected
 

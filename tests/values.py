@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from .cases import Case
+from .layouts import EXPANDED
 
 Array = NDArray[np.float64]
 
@@ -39,7 +40,7 @@ def make_inputs(case: Case) -> Inputs:
     """The inputs of a case."""
     x = dict(zip(("q", "k", "v", "d_out"), _regime(case), strict=True))
     if case.layout == "expanded":  # one head's memory serves all heads
-        for name in ("k", "v", "d_out"):
+        for name in EXPANDED:
             x[name] = np.broadcast_to(x[name][:, :1], x[name].shape)
     dtype = getattr(torch, case.dtype)
     tensors = {name: torch.from_numpy(np.ascontiguousarray(t)).to(dtype) for name, t in x.items()}
@@ -145,22 +146,24 @@ def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
 
 
 def _one_hot(case: Case) -> tuple[Array, Array]:
-    """Queries that each pick one visible key: its score leads all others by 200 or more.
+    """Queries that each pick one visible key: its score leads all others by 104 or more, P is 1 or 0.
 
-    Keys are binary codes of +-amplitude, the query is the code of its key: a key that differs in one
-    bit scores 2 amplitude**2 |scale| less. Keys of equal code (more than 2**16 of them, or 2**D) do not occur.
+    Keys are the binary codes of their numbers, each bit as +-amplitude and as often as D allows; a query
+    is the code of its key. A key that differs in one bit scores 2 copies amplitude**2 |scale| less. No
+    larger than that needs: the backward recomputes P from the lse, whose last bits must not matter.
     """
     Sq, Sk, D = case.len_q, case.len_k, case.dim
-    scale = case.effective_scale
+    scale = abs(case.effective_scale)
     q = np.zeros(_shapes(case)["q"])
     k = np.zeros(_shapes(case)["k"])
     if Sk == 0 or scale == 0:
         return q, k
-    amplitude = 2.0 ** np.ceil(0.5 * np.log2(100 / abs(scale)))
-    bits = np.arange(Sk)[:, None] >> (np.arange(D) % 16) & 1  # [Sk, D]
+    width = min(max(1, (Sk - 1).bit_length()), D)
+    amplitude = np.ceil((52 / (scale * (D // width))) ** 0.5)
+    bits = np.arange(Sk)[:, None] >> (np.arange(D) % width) & 1  # [Sk, D]
     codes = amplitude * (2.0 * bits - 1)
     k[:] = codes
     last = np.minimum(np.arange(Sq) + Sk - Sq, Sk - 1) if case.causal else np.full(Sq, Sk - 1)
     pick = np.floor(_uniform(case, "q", q.shape[:3], 4) * (np.maximum(last, 0) + 1)).astype(int)
-    q[:] = np.sign(scale) * codes[pick]
+    q[:] = np.sign(case.effective_scale) * codes[pick]
     return q, k

@@ -1,0 +1,117 @@
+"""Options and fixtures of the suite. Everything else is in tests/."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; before NumPy is imported
+    for library in ("OMP", "OPENBLAS", "MKL"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+import pytest
+
+ROOT = Path(__file__).parent
+SEED = "FA_SEED"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attention")
+    group.addoption("--impl", default="triton", metavar="SPEC",
+                    help="implementation under test: triton (default), module:callable or path/file.py:callable")  # fmt: skip
+    group.addoption("--case", action="append", default=[], metavar="ID",
+                    help="run only this case (may be given several times)")  # fmt: skip
+    group.addoption("--profile", default="dev", metavar="NAME",
+                    help="how much is generated: dev (default), ci, nightly, thorough")  # fmt: skip
+    group.addoption("--examples", type=int, default=None, metavar="N",
+                    help="generate N comparisons, whatever the profile says")  # fmt: skip
+    group.addoption("--require-gpu", action="store_true",
+                    help="fail unless everything runs on a GPU of compute capability 8.0 or newer")  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA
+    import torch
+
+    worker = hasattr(config, "workerinput")
+    gpu = torch.cuda.is_available()
+    if config.option.require_gpu and not worker:
+        _require_gpu(gpu)
+    if not gpu and "TRITON_INTERPRET" not in os.environ and not _compiles_only(config):
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; workers inherit it
+    _guard_against_a_package_named_kernels()
+
+    from tests import session, strategies
+    from tests.cases import parse_case
+
+    options = config.option
+    if options.profile not in strategies.PROFILES:
+        _wrong_use(f"--profile is {options.profile!r}; it may be {', '.join(strategies.PROFILES)}")
+    if options.examples is not None and options.examples < 1:
+        _wrong_use(f"--examples is {options.examples}; it must be at least 1")
+    try:
+        options.case = [parse_case(text) for text in options.case]
+    except ValueError as error:
+        _wrong_use(f"--case: {error}")
+    profile = strategies.PROFILES[options.profile]
+    os.environ.setdefault(SEED, str(random.randrange(2**31) if profile.random else 0))
+    if session.interpreted():
+        from tests.interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
+    if worker:
+        torch.set_num_threads(1)
+    name = config.workerinput["workerid"] if worker else "main"  # type: ignore[attr-defined]
+    config.stash[SESSION] = session.Session(options.impl, name)
+    if not worker:
+        from reports.summary import Summary
+
+        config.pluginmanager.register(Summary(config, session.report_dir()), "attention-summary")
+
+
+SESSION: pytest.StashKey = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def session(request: pytest.FixtureRequest):
+    """The run: implementation under test, device, records."""
+    return request.config.stash[SESSION]
+
+
+def _compiles_only(config: pytest.Config) -> bool:
+    """Whether only the offline compilation was asked for, which needs Triton's compiler."""
+    return bool(config.args) and all("test_compile" in str(arg) for arg in config.args)
+
+
+def _require_gpu(gpu: bool) -> None:
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        pytest.exit("--require-gpu was given, and TRITON_INTERPRET is set", 3)
+    if not gpu:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        pytest.exit(
+            f"--require-gpu was given, and torch {torch.__version__} ({built}) finds no usable GPU", 3
+        )
+    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    if oldest < (8, 0):
+        pytest.exit(
+            f"--require-gpu was given, and a GPU has compute capability {oldest[0]}.{oldest[1]}, not 8.0", 3
+        )
+
+
+def _guard_against_a_package_named_kernels() -> None:
+    import kernels
+
+    found = Path(kernels.__file__ or "").resolve()
+    if ROOT.resolve() not in found.parents:
+        pytest.exit(
+            f"`import kernels` found {found}, not the folder in {ROOT}: run pytest from there, without"
+            " --import-mode=importlib, or uninstall the package of that name",
+            2,
+        )
+
+
+def _wrong_use(message: str) -> None:
+    pytest.exit(message, 2)

@@ -1,0 +1,130 @@
+"""One comparison: a case through an implementation, against the three references, into a record."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from reference import emulation, oracle, sdpa
+from reports.records import Record, Verdict
+
+from .cases import Case
+from .implementations import OWN, Implementation, environment, run
+from .judge import judge
+from .values import make_inputs
+
+
+def compare(
+    case: Case, implementation: Implementation, device: torch.device, origin: str = "replay"
+) -> Record:
+    """Runs a case through an implementation and judges every tensor against every reference.
+
+    An exception of the implementation passes through: the test that called this reports it.
+    """
+    path = implementation.path(device)
+    base = {
+        "case": case.id,
+        "words": case.words(),
+        "origin": origin,
+        "implementation": implementation.name,
+        "path": path,
+        "dtype": case.dtype,
+        "backward": case.backward,
+        "replay": replay(case, implementation, path),
+    }
+    refusal = implementation.claims.refusal(case)
+    if refusal:
+        return Record(**base, status="not claimed", reason=refusal)
+
+    clock = _Clock()
+    with clock("inputs"):
+        inputs = make_inputs(case)
+    with clock("implementation"):
+        results, verdicts = run(implementation, case, inputs, device)
+
+    options = {"causal": case.causal, "scale": case.scale}
+    tensors = {name: t for name, t in vars(inputs).items() if t is not None}
+    arrays = {name: t.double().numpy() for name, t in tensors.items()}
+    with clock("oracle"):
+        exact = oracle.attention(
+            **arrays, **options, dtype=case.dtype, out_given=results.get("out"),
+            rounding=implementation.claims.rounding,
+        )  # fmt: skip
+    with clock("sdpa"):
+        in_float64 = _arrays(sdpa.attention(**tensors, **options))
+        in_own = _arrays(sdpa.attention(**tensors, **options, dtype=inputs.q.dtype))
+    emulated = None
+    if implementation.tiles is not None and "out" in results and case.dtype != "float32":
+        with clock("emulation"):
+            out_given = torch.from_numpy(results["out"]).to(inputs.q.dtype)
+            emulated = _arrays(emulation.attention(
+                **tensors, **options, tiles=implementation.tiles(case, device), out_given=out_given
+            ))  # fmt: skip
+    with clock("judge"):
+        judged, summaries = judge(case, results, exact, in_float64, emulated, in_own)
+    verdicts += judged
+
+    elements = sum(summary.elements for summary in summaries.values())
+    power = sum(summary.judged for summary in summaries.values())
+    failed = [verdict for verdict in verdicts if not verdict.held]
+    status, reason = "held", ""
+    if failed:
+        status = "broken"
+        reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
+    elif elements and not power:
+        status, reason = "no power", "rounding errors may be as large as the values everywhere"
+    return Record(
+        **base, status=status, reason=reason, verdicts=verdicts, tensors=summaries,
+        seconds=clock.seconds,
+    )  # fmt: skip
+
+
+def replay(case: Case, implementation: Implementation, path: str) -> str:
+    """The line that repeats a comparison on this machine."""
+    words = [f"{name}={value}" for name, value in environment(path).items()]
+    words += ["python", "-m", "pytest", "tests/test_references.py"]
+    if implementation.name != OWN:
+        words += ["--impl", implementation.name]
+    return shlex.join([*words, "--case", case.id])
+
+
+def explain(record: Record) -> str:
+    """A red record for a reader: what, how bad, where, and how to see it again."""
+    lines = [f"{record.implementation} on {record.path}: {record.words}", ""]
+    for v in sorted(record.verdicts, key=lambda v: -v.margin):
+        if not v.held:
+            lines.append("  " + describe(v))
+    lines += ["", "  replay: " + record.replay]
+    return "\n".join(lines)
+
+
+def describe(v: Verdict) -> str:
+    """One verdict in one line."""
+    text = f"{v.tensor} against {v.reference}: {v.rule}"
+    if v.statistic is not None and v.limit is not None:
+        text += f": {v.statistic:.4g}, at most {v.limit:.4g}"
+        if v.limit and np.isfinite(v.margin):
+            text += f" ({v.margin:.3g} x)"
+    if v.where is not None:
+        text += f" at {list(v.where)}"
+    return text + (f"; {v.note}" if v.note else "")
+
+
+def _arrays(result) -> dict[str, np.ndarray]:
+    return {name: t.detach().double().cpu().numpy() for name, t in result._asdict().items() if t is not None}
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -1,0 +1,117 @@
+"""The cases that are always run: every edge that the definition names, and what broke kernels before.
+
+Written in units of the tiles of the implementation under test, so that an edge is one for its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from .cases import DTYPES, LAYOUTS, REGIMES, Case
+
+
+def edges(tile: tuple[int, int], interpreted: bool) -> list[Case]:
+    """All edge cases.
+
+    Args:
+        tile: query and key rows of the implementation's tiles.
+        interpreted: leave out what takes minutes in the interpreter.
+    """
+    return list(dict.fromkeys(_all(tile, interpreted)))
+
+
+def _all(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
+    BM, BN = tile
+    some = Case(heads_q=2, heads_kv=2, len_q=BM + 1, len_k=BN + 1, dim=32, dim_v=32, d_lse=True)
+
+    def of(**changes: object) -> Case:
+        return Case(**{**vars(some), **changes})  # type: ignore[arg-type]
+
+    # what a suite shows first: both masks, every dtype, several tiles both ways
+    for dtype, causal in product(DTYPES, (True, False)):
+        yield of(dtype=dtype, causal=causal, len_q=2 * BM + 1, len_k=2 * BN + 3)
+
+    # a group of query heads; nothing square, so that no two counts can be mixed up
+    for heads in ((4, 2), (6, 2), (5, 1), (6, 3)):
+        yield of(heads_q=heads[0], heads_kv=heads[1], len_q=17, len_k=19, causal=heads[0] == 6)
+    yield of(heads_q=4, heads_kv=2, batch=2, len_k=2 * BN + 1, dtype="bfloat16")
+    yield of(heads_q=8, heads_kv=1, values="mean", len_q=BM, d_lse=False, dtype="bfloat16")
+
+    # lengths 0, 1, and about a tile, both ways
+    for number, (len_q, len_k) in enumerate(product((0, 1, BM - 1, BM, BM + 1), (0, 1, BN - 1, BN, BN + 1))):
+        for causal in (False, True):
+            dtype = DTYPES[(number + causal) % 3]
+            yield of(len_q=len_q, len_k=len_k, causal=causal, dtype=dtype, seed=number)
+
+    # alignment at the bottom right: decoding, chunked prefill, rows that see nothing, whole dead tiles
+    for len_q, len_k in (
+        (1, BN + 1),
+        (5, 2 * BN + 6),
+        (2 * BM + 6, 5),
+        (3 * BM, BN // 2),
+        (2, 1),
+        (BM, 2 * BN),
+    ):
+        for dtype in DTYPES:
+            yield of(len_q=len_q, len_k=len_k, causal=True, dtype=dtype)
+    yield of(batch=3, len_q=2 * BM - 1, len_k=1, causal=True, values="large")
+
+    # clearly negative scores: a key that leaks in with score zero dominates. Not causal: the diagonal
+    # would hide the last tile
+    for dtype in DTYPES:
+        yield of(len_q=BM + 1, len_k=BN + 1, values="negative", dtype=dtype)
+        yield of(len_q=BM - 1, len_k=2 * BN - 1, values="negative", dtype=dtype, layout="sliced")
+
+    # values
+    for values, dtype in product(REGIMES, DTYPES):
+        yield of(values=values, dtype=dtype, causal=values in ("growing", "large"), len_k=2 * BN + 1)
+    yield of(values="very-negative", dim=64, dim_v=64, causal=True)
+    yield of(values="very-negative", dim=64, dim_v=64, len_k=1, dtype="bfloat16")
+
+    # one key, a score of 1e10: out is v, whatever the last bits of the maximum are
+    for scale in (1e10, -1e10):
+        yield of(len_q=1, len_k=1, scale=scale, dtype="bfloat16", dim=64, dim_v=64, grad="none", d_lse=False)
+
+    # scales
+    for scale, dtype in product((1.0, 0.5, 0.0, -0.25, 1e-3), ("float16", "float32")):
+        yield of(scale=scale, dtype=dtype, causal=scale == 1.0)
+
+    # head dimensions, padded or not, v's as q's or not
+    dims = [(16, 16), (17, 17), (24, 24), (40, 40), (63, 63), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100),
+            (104, 104), (111, 111), (128, 128), (160, 160), (192, 192), (256, 256),
+            (16, 32), (32, 16), (40, 16), (64, 128), (128, 64), (192, 128), (16, 256), (256, 16)]  # fmt: skip
+    for number, (dim, dim_v) in enumerate(dims):
+        for dtype in DTYPES if not interpreted else DTYPES[number % 3 :: 3]:
+            yield of(dim=dim, dim_v=dim_v, dtype=dtype, heads_q=2, heads_kv=1, causal=number % 2 == 0)
+
+    # memory
+    for number, layout in enumerate(LAYOUTS):
+        for dtype in DTYPES if not interpreted else DTYPES[number % 3 :: 3]:
+            yield of(layout=layout, dtype=dtype, batch=2, causal=number % 2 == 1, dim=40, dim_v=24)
+            yield of(
+                layout=layout, dtype=dtype, batch=2, heads_q=3, heads_kv=3, dim=64, dim_v=64, len_k=BN - 1
+            )
+
+    # which inputs need a gradient, with and without one of the lse; no backward at all
+    for grad, d_lse in product(("q", "k", "v", "qk", "qv", "kv", "qkv"), (True, False)):
+        yield of(grad=grad, d_lse=d_lse, heads_q=2, heads_kv=1, causal=True, len_q=17, len_k=18)
+    yield of(grad="none", d_lse=False)
+
+    # no batch; one of everything
+    yield of(batch=0)
+    yield of(batch=1, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=16, dim_v=16)
+
+    if not interpreted:
+        # more programs than a grid's second dimension takes; the notebook's shape; long rows
+        yield of(
+            batch=65536, heads_q=1, heads_kv=1, len_q=1, len_k=1, dim=16, dim_v=16, grad="none", d_lse=False
+        )
+        yield of(batch=65536, heads_q=1, heads_kv=1, len_q=1, len_k=2, dim=16, dim_v=16)
+        yield of(heads_q=65536, heads_kv=65536, len_q=1, len_k=1, dim=16, dim_v=16)
+        for dtype in DTYPES:
+            yield of(
+                heads_q=8, heads_kv=8, len_q=1024, len_k=1024, dim=64, dim_v=64, causal=True, dtype=dtype
+            )
+        yield of(heads_q=2, heads_kv=1, len_q=33, len_k=4099, dim=64, dim_v=64, dtype="bfloat16")
+        yield of(heads_q=2, heads_kv=1, len_q=4099, len_k=33, dim=128, dim_v=128, values="mean")

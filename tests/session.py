@@ -1,0 +1,111 @@
+"""A run of the suite: where it writes, what is under test, on which device; and its exit status."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from reports import records
+from reports.records import Record
+
+from .cases import Case
+from .comparison import compare, explain
+from .implementations import Implementation, load
+
+REPORT_DIR = "FA_REPORT_DIR"
+
+HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = 0, 1, 2, 3
+"""Exit statuses: every claim that could run here held; something broke; wrong use; nothing was executed
+or a required GPU is missing."""
+
+
+def report_dir() -> Path:
+    """Where this run writes its records and summaries."""
+    return Path(os.environ.get(REPORT_DIR, "reports/out"))
+
+
+@dataclass
+class Session:
+    """What all tests of one process share.
+
+    Attributes:
+        spec: the implementation, as `--impl` gave it.
+        worker: name of this process among those of pytest-xdist.
+    """
+
+    spec: str
+    worker: str = "main"
+    broken: dict[str, Record] = field(default_factory=dict)
+
+    @cached_property
+    def implementation(self) -> Implementation:
+        return load(self.spec)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The GPU, if the implementation may run on one and Triton does not interpret; else the CPU."""
+        if interpreted():
+            return torch.device("cpu")
+        claims = self.implementation.claims
+        if "cuda" in claims.devices and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def tile(self, case: Case) -> tuple[int, int]:
+        """Largest query and key tiles that the implementation uses for a case; a guess if not known."""
+        if self.implementation.tiles is None:
+            return 64, 64
+        tiles = self.implementation.tiles(case, self.device)
+        pairs = (tiles.forward, tiles.dkdv, tiles.dq)
+        return max(bm for bm, _ in pairs), max(bn for _, bn in pairs)
+
+    def check(self, case: Case, origin: str) -> None:
+        """Compares, records, and fails the test if the record is red.
+
+        Raises:
+            AssertionError: with the explanation.
+        """
+        record = compare(case, self.implementation, self.device, origin)
+        if record.status == "broken":
+            self.broken[origin] = record  # not written yet: Hypothesis may find a smaller one
+            raise AssertionError("\n" + explain(record))
+        self.write(record)
+
+    def write_broken(self, origin: str) -> None:
+        """Writes the last red record: after a shrink, that of the smallest case."""
+        record = self.broken.pop(origin, None)
+        if record is not None:
+            self.write(record)
+
+    def write(self, record: Record) -> None:
+        records.append(report_dir() / f"records-{self.worker}.jsonl", record)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels instead of compiling them."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def exit_status(found: list[Record], tests_failed: bool, require_gpu: bool) -> tuple[int, str]:
+    """The status of a run and why, from the records of all its workers.
+
+    Args:
+        found: all records.
+        tests_failed: whether any test was red; tests of the suite itself count too.
+        require_gpu: whether nothing may have been interpreted.
+    """
+    executed = [r for r in found if r.status in ("held", "broken")]
+    broken = [r for r in executed if r.status == "broken"]
+    if broken or tests_failed:
+        return BROKE, f"{len(broken)} comparisons broke" if broken else "a test failed"
+    if require_gpu and any(r.path in ("interpreter", "cpu") for r in executed):
+        return BROKE, "--require-gpu was given, and comparisons ran without a GPU"
+    if found and not executed:
+        return NOTHING_EXECUTED, "no comparison was executed"
+    return HELD, "every claim that could run here held"

@@ -1,0 +1,136 @@
+"""Hypothesis strategies for cases: lengths at the edges of tiles, everything else from small pools.
+
+A case is drawn, never a tensor: a failure shrinks to the smallest case within seconds. What forces a
+compilation (dtype, head dimensions) is fixed for each shard of a run, so that the workers do not all
+compile the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from .cases import DTYPES, LAYOUTS, REGIMES, Case
+from .implementations import Claims
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How many comparisons are generated.
+
+    Attributes:
+        interpreted, compiled: on the CPU through the interpreter, and on a GPU.
+        random: other cases in each run; otherwise the same in all.
+    """
+
+    interpreted: int
+    compiled: int
+    random: bool = False
+
+
+PROFILES = {
+    "dev": Profile(60, 480),
+    "ci": Profile(560, 3200),
+    "nightly": Profile(3000, 20000, random=True),
+    "thorough": Profile(10000, 100000, random=True),
+}
+
+SHARD = 20
+"""Cases that one test generates: small, so that workers share the load."""
+
+# D, Dv: powers of two first, since the first is what a failure is tried with
+DIMS = [(16, 16), (64, 64), (32, 32), (128, 128), (40, 40), (64, 32), (96, 96), (80, 80), (192, 128), (256, 256),
+        (72, 104)]  # fmt: skip
+SMALL_DIMS = [(16, 16), (32, 32), (24, 40), (64, 64), (40, 24), (16, 32)]
+
+
+def shard_of(number: int, claims: Claims, interpreted: bool) -> tuple[str, tuple[int, int]]:
+    """The dtype and head dimensions of a shard's cases."""
+    pool = SMALL_DIMS if interpreted else DIMS
+    dims = [
+        (d, dv)
+        for d, dv in pool
+        if not claims.refusal(Case(dim=d, dim_v=dv, grad="none", dtype=claims.dtypes[0]))
+    ]
+    dtypes = [dtype for dtype in DTYPES if dtype in claims.dtypes]
+    return dtypes[number % len(dtypes)], dims[number // len(dtypes) % len(dims)]
+
+
+def lengths(tile: int) -> st.SearchStrategy[int]:
+    """Mostly within one of a multiple of the tile, and mostly of two tiles or more."""
+    at_edges = [tile + 1, 2 * tile, 2 * tile + 1, 2 * tile - 1, 3 * tile - 1]
+    short = [1, tile, tile - 1, 2, 0]
+    return st.one_of(
+        st.sampled_from(at_edges),
+        st.integers(tile + 1, 3 * tile),
+        st.sampled_from(at_edges),
+        st.sampled_from(short),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    claims: Claims,
+    dtype: str,
+    dims: tuple[int, int],
+    tile: tuple[int, int],
+    largest: int,
+) -> Case:
+    """A case within the claims of an implementation.
+
+    Args:
+        claims: of the implementation under test.
+        dtype, dims: fixed for the shard.
+        tile: query and key rows of the implementation's largest tiles.
+        largest: most scores (B Hq Sq Sk) of a case.
+    """
+    causal = draw(st.booleans(), label="causal")
+    len_q = draw(lengths(tile[0]), label="Sq")
+    len_k = draw(lengths(tile[1]), label="Sk") if claims.cross_lengths else len_q
+    if not claims.empty:
+        len_q, len_k = max(len_q, 1), max(len_k, 1)
+    if causal and not claims.dead_rows:
+        len_k = max(len_k, len_q)
+    room = max(1, largest // max(1, len_q * len_k))
+    groups = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (5, 1), (8, 1)]
+    groups = [(q, kv) for q, kv in groups if q <= room and (q == kv or claims.gqa)]
+    heads_q, heads_kv = draw(st.sampled_from(groups), label="heads")
+    batch = draw(st.integers(1, max(1, min(3, room // heads_q))), label="batch")
+    layout = draw(st.sampled_from(list(LAYOUTS)), label="layout") if claims.strided else "bhsd"
+    grad, d_lse = "none", False
+    if claims.backward:
+        grad = draw(st.sampled_from(["qkv"] * 12 + ["q", "k", "v", "kv"]), label="grad")
+        d_lse = claims.lse_grad and draw(st.booleans(), label="d_lse")
+    return Case(
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=len_q,
+        len_k=len_k,
+        dim=dims[0],
+        dim_v=dims[1],
+        dtype=dtype,
+        causal=causal,
+        scale=draw(st.sampled_from([None, None, None, 1.0, 0.3, -0.2, 0.0]), label="scale"),
+        values=draw(st.sampled_from(list(REGIMES)), label="values"),
+        layout=layout,
+        grad=grad,
+        d_lse=d_lse,
+        seed=draw(st.integers(0, 2**32 - 1), label="seed"),
+    )
+
+
+def generation(examples: int) -> settings:
+    """Hypothesis's settings: no deadline (kernels compile), no database (our corpus is the memory)."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
