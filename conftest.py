@@ -6,10 +6,6 @@ import os
 import random
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; before NumPy is imported
-    for library in ("OMP", "OPENBLAS", "MKL"):
-        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-
 import pytest
 
 ROOT = Path(__file__).parent
@@ -32,9 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA
+    worker = hasattr(config, "workerinput")
+    if not worker:  # workers share the cores; they inherit this before they import NumPy
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     import torch
 
-    worker = hasattr(config, "workerinput")
     gpu = torch.cuda.is_available()
     if config.option.require_gpu and not worker:
         _require_gpu(gpu)

@@ -44,23 +44,23 @@ _HALF = {
     "forward": {
         16: [(128, 64, 4, 3), (64, 32, 4, 2)],
         32: [(128, 64, 4, 3), (64, 32, 4, 2)],
-        64: [(128, 64, 4, 3), (64, 64, 4, 2)],
-        128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+        64: [(128, 128, 8, 2), (64, 64, 4, 2)],
+        128: [(128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2)],
         256: [(64, 64, 8, 2), (64, 32, 8, 2)],
     },
     "dkdv": {
         16: [(64, 64, 4, 2), (32, 64, 4, 2)],
         32: [(64, 64, 4, 2), (32, 64, 4, 2)],
-        64: [(64, 128, 8, 2), (64, 64, 4, 2)],
-        128: [(64, 64, 8, 2), (32, 64, 8, 2)],
-        256: [(32, 64, 8, 1), (32, 32, 4, 1)],
+        64: [(32, 128, 8, 2), (32, 64, 4, 2)],
+        128: [(32, 64, 8, 2), (64, 32, 8, 2)],
+        256: [(32, 32, 8, 2), (32, 32, 8, 1)],
     },
     "dq": {
         16: [(64, 64, 4, 2), (64, 32, 4, 2)],
         32: [(64, 64, 4, 2), (64, 32, 4, 2)],
         64: [(128, 64, 8, 2), (64, 64, 4, 2)],
         128: [(128, 32, 8, 2), (64, 32, 4, 2)],
-        256: [(64, 64, 8, 2), (64, 32, 8, 1), (32, 32, 4, 1)],
+        256: [(64, 64, 8, 2), (64, 16, 8, 2), (32, 32, 8, 2)],
     },
 }
 
@@ -69,22 +69,22 @@ _SINGLE = {
     "forward": {
         16: [(64, 32, 4, 2)],
         32: [(64, 32, 4, 2)],
-        64: [(64, 32, 4, 2)],
-        128: [(32, 32, 4, 2), (32, 16, 4, 1)],
-        256: [(32, 32, 8, 1), (16, 16, 4, 1)],
+        64: [(64, 32, 8, 2)],
+        128: [(32, 16, 4, 2)],
+        256: [(32, 16, 8, 2)],
     },
     "dkdv": {
         16: [(32, 32, 4, 2)],
         32: [(32, 32, 4, 2)],
         64: [(32, 32, 4, 2)],
-        128: [(32, 32, 8, 1), (16, 16, 4, 1)],
+        128: [(16, 32, 8, 2)],
         256: [(16, 32, 8, 1), (16, 16, 4, 1)],
     },
     "dq": {
         16: [(32, 32, 4, 2)],
         32: [(32, 32, 4, 2)],
         64: [(32, 32, 4, 2)],
-        128: [(32, 32, 8, 1), (16, 16, 4, 1)],
+        128: [(32, 32, 8, 2)],
         256: [(32, 16, 8, 1), (16, 16, 4, 1)],
     },
 }
@@ -99,18 +99,22 @@ def padded_head_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def shared_memory(kernel: str, tile: Tile, dim: int, itemsize: int) -> int:
-    """Bytes of shared memory that a tile may take, seen from above: the operands that are staged.
+def shared_memory(arch: Architecture, kernel: str, tile: Tile, dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that a tile may take, seen from above.
 
-    Triton stages the loads of its pipelined loop `stages` times and keeps the operands of the products
-    that are not in registers once.
+    Triton keeps what its pipelined loop loads in a ring of buffers: one a stage where products read
+    shared memory while they run (wgmma, tcgen05), one less where they read registers (mma.sync, FMA).
+    Beside the ring lie the operands that stay, P or the operand of two products once more in another
+    layout, and a few float32 a row.
     """
-    pipelined, kept = {
-        "forward": (2 * tile.BN * dim, tile.BM * dim),
-        "dkdv": (2 * tile.BM * dim, 2 * tile.BN * dim + tile.BM * tile.BN),
-        "dq": (2 * tile.BN * dim, 2 * tile.BM * dim + tile.BM * tile.BN),
+    BM, BN = tile.BM, tile.BN
+    buffers = tile.stages if 90 <= arch.capability < 120 else max(tile.stages - 1, 1)
+    ring, kept = {
+        "forward": (2 * BN * dim, BM * dim + BM * BN),
+        "dkdv": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim)),
+        "dq": (2 * BN * dim, 2 * BM * dim + BN * max(BM, dim)),
     }[kernel]
-    return itemsize * (tile.stages * pipelined + kept)
+    return itemsize * (buffers * ring + kept) + 32 * BM
 
 
 @functools.cache
@@ -128,7 +132,7 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
     def first_that_fits(kernel: str) -> Tile:
         for choice in table[kernel][dim]:
             tile = Tile(*choice)
-            if shared_memory(kernel, tile, dim, itemsize) <= arch.shared_memory:
+            if shared_memory(arch, kernel, tile, dim, itemsize) <= arch.shared_memory:
                 return tile
         raise RuntimeError(
             f"no {kernel} tile for head dimension {dim} fits the {arch.shared_memory // KIB} KiB of"

@@ -456,18 +456,22 @@ class _Problem:
         exponent = t.S_bound + 4 * C_EXP + 4 * A * size + r.lse_bound[..., None]
         t.p_bound = np.expm1(np.minimum(exponent, 40.0))
         t.hP = np.where(t.visible, self._operand_step(t.P), 0.0)
-        # errors of dS, absolute
-        t.h_dS = np.where(t.visible, self._operand_step(t.dS), 0.0)
-        after = self._operand_step(scale * t.dS) / abs(scale) if scale else 0 * t.dS
+        # errors of dS, absolute; of the larger dS where the given delta makes one: on a one-hot row the
+        # exact dS is nearly 0, that from a rounded output is not, and is rounded as what it is
+        t.size = np.abs(t.dS)
+        for delta in r.deltas[1:]:
+            t.size = np.maximum(t.size, np.abs(t.P * (t.dP - (delta - t.d_lse)[..., None])))
+        t.h_dS = np.where(t.visible, self._operand_step(t.size), 0.0)
+        after = self._operand_step(scale * t.size) / abs(scale) if scale else 0 * t.dS
         after = np.where(t.visible, after, 0.0)
         small = A * (np.abs(t.dP) + (np.abs(r.delta) + np.abs(t.d_lse))[..., None])
         flushed = FLUSHED * (dP_terms + r.delta_terms[..., None])
-        before_rounding = (t.p_sigma * t.dS) ** 2 + (t.P * (sum_sigma(Dv) * dP_terms + small) + flushed) ** 2
+        before_rounding = (t.p_sigma * t.size) ** 2 + (t.P * (sum_sigma(Dv) * dP_terms + small) + flushed) ** 2
         t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
         t.dS_bound = (
             t.h_dS
             + after
-            + t.p_bound * np.abs(t.dS)
+            + t.p_bound * t.size
             + flushed
             + t.P * (1 + t.p_bound) * (sum_bound(Dv) * dP_terms + r.delta_bound[..., None] + 2 * small)
         )
@@ -479,7 +483,7 @@ class _Problem:
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
         # fp16: beyond this a rounded dS is infinite
-        reach = np.maximum(np.abs(t.dS), np.abs(scale * t.dS)) + t.dS_bound
+        reach = np.maximum(1, abs(scale)) * t.size + t.dS_bound
         t.overflows = reach >= self.dtype.overflow
         t.alternatives = [self._dS_alternatives(t, delta) for delta in r.deltas]
 
@@ -499,14 +503,14 @@ class _Problem:
         r, n, scale, d = t.row, t.n_keys, self.scale, self.dtype
         K, K2 = np.abs(t.k), t.k**2
         dq = scale * (t.dS @ t.k)
-        terms = np.abs(t.dS) @ K
+        terms = t.size @ K
         common = (r.delta_sigma[..., None] * (t.P @ t.k)) ** 2  # the error of delta, in step
         summed = (sum_sigma(n) * terms) ** 2
         from_lse = (r.lse_sigma[..., None] * dq) ** 2
         last = d.half_step(dq) ** 2 / 3
         variance = scale**2 * (t.dS_variance @ K2 + common + summed) + from_lse + last
         b0 = abs(scale) * (
-            t.dS_bound @ K + sum_bound(n) * ((np.abs(t.dS) + t.dS_bound) @ K)
+            t.dS_bound @ K + sum_bound(n) * ((t.size + t.dS_bound) @ K)
         ) + 2 * A * np.abs(dq)
         moved = scale * (t.dS_truncation @ t.k)
         sides = [
@@ -532,13 +536,13 @@ class _Problem:
         r, n, scale, d = t.row, t.n_rows, self.scale, self.dtype
         Q, Q2 = np.abs(t.q), t.q**2
         dk = scale * (_T(t.dS) @ t.q)
-        terms = _T(np.abs(t.dS)) @ Q
+        terms = _T(t.size) @ Q
         per_row = _T(t.dS_variance + (t.P * r.delta_sigma[..., None]) ** 2)
         summed = (sum_sigma(n) * terms) ** 2
         last = self._stored_heads() * d.half_step(dk) ** 2 / 3
         variance = scale**2 * (per_row @ Q2 + summed) + last
         b0 = abs(scale) * (
-            _T(t.dS_bound) @ Q + sum_bound(n) * (_T(np.abs(t.dS) + t.dS_bound) @ Q)
+            _T(t.dS_bound) @ Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ Q)
         ) + 2 * A * np.abs(dk)
         moved = scale * (_T(t.dS_truncation) @ t.q)
         sides = [

@@ -24,7 +24,7 @@ def compare(
 ) -> Record:
     """Runs a case through an implementation and judges every tensor against every reference.
 
-    An exception of the implementation passes through: the test that called this reports it.
+    An exception of the implementation is a broken claim: it took a case that it claims.
     """
     path = implementation.path(device)
     base = {
@@ -44,8 +44,16 @@ def compare(
     clock = _Clock()
     with clock("inputs"):
         inputs = make_inputs(case)
-    with clock("implementation"):
-        results, verdicts = run(implementation, case, inputs, device)
+    try:
+        with clock("implementation"):
+            results, verdicts = run(implementation, case, inputs, device)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        verdict = Verdict("out", "contract", "does not raise", False, note=raised)
+        return Record(
+            **base, status="broken", reason=f"raised {raised.splitlines()[0]}", verdicts=[verdict],
+            seconds=clock.seconds,
+        )  # fmt: skip
 
     options = {"causal": case.causal, "scale": case.scale}
     tensors = {name: t for name, t in vars(inputs).items() if t is not None}

@@ -214,11 +214,14 @@ def run(
         scale=case.scale,
         return_lse=implementation.claims.lse,
     )
-    tensors = dict(zip(("out", "lse"), returned if implementation.claims.lse else (returned,), strict=True))
-    verdicts = [_contract("out", tensors["out"], (*inputs.q.shape[:3], case.dim_v), inputs.q.dtype, device)]
+    tensors: dict[str, Any] = {"out": returned}
+    if implementation.claims.lse:
+        pair = isinstance(returned, tuple | list) and len(returned) == 2
+        tensors = dict(zip(("out", "lse"), returned if pair else (returned, None), strict=True))
+    rows = tuple(inputs.q.shape[:3])
+    verdicts = [_contract("out", tensors["out"], (*rows, case.dim_v), inputs.q.dtype, device)]
     if "lse" in tensors:
-        shape = tuple(inputs.q.shape[:3])
-        verdicts.append(_contract("lse", tensors["lse"], shape, torch.float32, device))
+        verdicts.append(_contract("lse", tensors["lse"], rows, torch.float32, device))
     if wanted and all(verdict.held for verdict in verdicts):
         outputs, gradients = [tensors["out"]], [placed["d_out"]]
         if case.d_lse:
