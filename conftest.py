@@ -64,7 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.workerinput["workerid"] if worker else "main"  # type: ignore[attr-defined]
     config.stash[SESSION] = session.Session(options.impl, name)
     if not worker:
+        from reports.figures import Figures
         from reports.summary import Summary
+
+        config.pluginmanager.register(Figures(), "attention-figures")
 
         config.pluginmanager.register(Summary(config, session.report_dir()), "attention-summary")
 
