@@ -11,19 +11,20 @@ import pytest
 ROOT = Path(__file__).parent
 SEED = "FA_SEED"
 
+IMPL = "implementation under test: triton (default), module:callable or path/file.py:callable"
+CASE = "run only this case (may be given several times)"
+PROFILE = "how much is generated: dev (default), ci, nightly, thorough"
+EXAMPLES = "generate N comparisons, whatever the profile says"
+REQUIRE_GPU = "fail unless everything runs on a GPU of compute capability 8.0 or newer"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attention")
-    group.addoption("--impl", default="triton", metavar="SPEC",
-                    help="implementation under test: triton (default), module:callable or path/file.py:callable")  # fmt: skip
-    group.addoption("--case", action="append", default=[], metavar="ID",
-                    help="run only this case (may be given several times)")  # fmt: skip
-    group.addoption("--profile", default="dev", metavar="NAME",
-                    help="how much is generated: dev (default), ci, nightly, thorough")  # fmt: skip
-    group.addoption("--examples", type=int, default=None, metavar="N",
-                    help="generate N comparisons, whatever the profile says")  # fmt: skip
-    group.addoption("--require-gpu", action="store_true",
-                    help="fail unless everything runs on a GPU of compute capability 8.0 or newer")  # fmt: skip
+    group.addoption("--impl", default="triton", metavar="SPEC", help=IMPL)
+    group.addoption("--case", action="append", default=[], metavar="ID", help=CASE)
+    group.addoption("--profile", default="dev", metavar="NAME", help=PROFILE)
+    group.addoption("--examples", type=int, default=None, metavar="N", help=EXAMPLES)
+    group.addoption("--require-gpu", action="store_true", help=REQUIRE_GPU)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,12 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
     from tests import session, strategies
     from tests.cases import parse_case
+    from tests.implementations import ImplementationError
 
     options = config.option
     if options.profile not in strategies.PROFILES:
         _wrong_use(f"--profile is {options.profile!r}; it may be {', '.join(strategies.PROFILES)}")
-    if options.examples is not None and options.examples < 1:
-        _wrong_use(f"--examples is {options.examples}; it must be at least 1")
+    if options.examples is not None:
+        if not options.examples.isdecimal() or int(options.examples) < 1:
+            _wrong_use(f"--examples is {options.examples!r}; it must be a whole number, at least 1")
+        options.examples = int(options.examples)
     try:
         options.case = [parse_case(text) for text in options.case]
     except ValueError as error:
@@ -63,6 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     name = config.workerinput["workerid"] if worker else "main"  # type: ignore[attr-defined]
     config.stash[SESSION] = session.Session(options.impl, name)
+    try:
+        _ = config.stash[SESSION].implementation  # before any worker starts: one message, one status
+    except ImplementationError as error:
+        _wrong_use(str(error))
     if not worker:
         from reports.figures import Figures
         from reports.summary import Summary
@@ -70,6 +78,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Figures(), "attention-figures")
 
         config.pluginmanager.register(Summary(config, session.report_dir()), "attention-summary")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --case what is named test_replay runs and nothing else; without it, all the rest."""
+    replays = [item for item in items if item.name.startswith("test_replay[")]
+    others = [item for item in items if not item.name.startswith("test_replay[")]
+    items[:], left_out = (replays, others) if config.option.case else (others, replays)
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """A comparison that was not claimed, or that could show nothing, is not counted as passed."""
+    status = dict(getattr(report, "user_properties", ())).get("comparison")
+    if report.when == "call" and report.passed and status in ("not claimed", "no power"):
+        return str(status), "-", str(status).upper()
+    return None
 
 
 SESSION: pytest.StashKey = pytest.StashKey()

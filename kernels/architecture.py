@@ -87,14 +87,20 @@ def _of_device(index: int, override: str | None) -> Architecture:
             " the kernels need 8.0 (Ampere) or newer"
         )
     if override:
-        match = re.fullmatch(r"sm_?(\d+)a?", override)
-        if match is None or int(match[1]) < OLDEST:
+        match = re.fullmatch(r"sm(\d+)", override)  # the form that Triton reads
+        if match is None or not OLDEST <= int(match[1]) <= capability:
             raise RuntimeError(
                 f"TRITON_OVERRIDE_ARCH is {override!r}; it may be sm80 or newer, up to the device's"
                 f" own sm{capability}"
             )
-        capability = int(match[1])
-    shared_memory = SHARED_MEMORY.get(
-        capability, torch.cuda.get_device_properties(index).shared_memory_per_block_optin
-    )
-    return Architecture(f"sm{capability}", capability, shared_memory, bool(override))
+        # sm80 code on an sm86 still has no more than the chip's 99 KiB
+        shared_memory = min(_shared_memory(index, capability), _shared_memory(index, int(match[1])))
+        return Architecture(f"sm{match[1]}", int(match[1]), shared_memory, overridden=True)
+    return Architecture(f"sm{capability}", capability, _shared_memory(index, capability))
+
+
+def _shared_memory(index: int, capability: int) -> int:
+    if capability in SHARED_MEMORY:
+        return SHARED_MEMORY[capability]
+    # a chip newer than this table: what it says of itself
+    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ and torch.library.opcheck take them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,16 @@ from .checks import check_flags, check_tensors, checked_scale
 NAMESPACE = "attention_proving_ground"
 
 
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ..., deterministic: bool = ..., allow_tf32: bool = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
+    return_lse: Literal[True], deterministic: bool = ..., allow_tf32: bool = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
     k: Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
-LARGEST_FLOAT32 = 3.4028234663852886e38
+LARGEST_SCALE = 2.3586e38
+"""In magnitude; times log2 e, which the kernels multiply it by, it is still a finite float32."""
 LARGEST_GRID = 2**31 - 1
 
 
@@ -66,16 +66,15 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
 
     Raises:
         TypeError: not a number.
-        ValueError: not finite in float32.
+        ValueError: not finite, or too large for the float32 that the kernels compute with.
     """
     if scale is None:
         return float(head_dim**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"scale is {scale!r}; it must be a number or None")
-    scale = float(scale)
-    if not math.isfinite(scale) or abs(scale) > LARGEST_FLOAT32:
-        raise ValueError(f"scale is {scale}; it must be finite in float32")
-    return scale
+    if not abs(scale) <= LARGEST_SCALE:  # nor is NaN
+        raise ValueError(f"scale is {scale}; it must be finite, and at most {LARGEST_SCALE} in magnitude")
+    return float(scale)
 
 
 def check_flags(**flags: bool) -> None:

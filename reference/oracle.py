@@ -224,10 +224,10 @@ class _Problem:
         """
         self.nan_query = np.isnan(self.q).any(-1)  # (N, M)
         self.bad_key = np.isnan(self.k).any(-1)  # (N, Sk)
-        self.bad_value = ~np.isfinite(self.v).all(-1)  # (N, Sk)
-        bad_qk = ~np.isfinite(self.q).all((1, 2)) | ~np.isfinite(self.k).all((1, 2))
+        self.bad_value = ~np.all(np.isfinite(self.v), axis=-1)  # (N, Sk)
+        bad_qk = ~np.all(np.isfinite(self.q), axis=(1, 2)) | ~np.all(np.isfinite(self.k), axis=(1, 2))
         self.tainted_lse = bad_qk
-        self.tainted = bad_qk | self.bad_value.any(1)
+        self.tainted = bad_qk | np.any(self.bad_value, axis=1)
         if self.tainted.any():
             self.q, self.k, self.v = (np.where(np.isfinite(t), t, 0.0) for t in (self.q, self.k, self.v))
 
@@ -314,7 +314,7 @@ class _Problem:
             t.out_given = None if g.out_given is None else g.out_given[:, rows]
         t.tainted, t.tainted_lse = g.tainted[:, None], g.tainted_lse[:, None]
         t.sees_nan = g.nan_query[:, rows] & (self.last_key[rows] >= 0)
-        t.sees_nan |= (g.bad_key[:, None, columns] & t.visible).any(-1)
+        t.sees_nan = t.sees_nan | np.any(g.bad_key[:, None, columns] & t.visible, axis=-1)
         t.sees_bad_value = (g.bad_value[:, None, columns] & t.visible).any(-1)
         return t
 
@@ -466,7 +466,9 @@ class _Problem:
         after = np.where(t.visible, after, 0.0)
         small = A * (np.abs(t.dP) + (np.abs(r.delta) + np.abs(t.d_lse))[..., None])
         flushed = FLUSHED * (dP_terms + r.delta_terms[..., None])
-        before_rounding = (t.p_sigma * t.size) ** 2 + (t.P * (sum_sigma(Dv) * dP_terms + small) + flushed) ** 2
+        before_rounding = (t.p_sigma * t.size) ** 2 + (
+            t.P * (sum_sigma(Dv) * dP_terms + small) + flushed
+        ) ** 2
         t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
         t.dS_bound = (
             t.h_dS
@@ -509,9 +511,7 @@ class _Problem:
         from_lse = (r.lse_sigma[..., None] * dq) ** 2
         last = d.half_step(dq) ** 2 / 3
         variance = scale**2 * (t.dS_variance @ K2 + common + summed) + from_lse + last
-        b0 = abs(scale) * (
-            t.dS_bound @ K + sum_bound(n) * ((t.size + t.dS_bound) @ K)
-        ) + 2 * A * np.abs(dq)
+        b0 = abs(scale) * (t.dS_bound @ K + sum_bound(n) * ((t.size + t.dS_bound) @ K)) + 2 * A * np.abs(dq)
         moved = scale * (t.dS_truncation @ t.k)
         sides = [
             _hull([scale * (dS @ t.k) for dS in places], moved, -self._beta(n) * dq)
@@ -646,7 +646,7 @@ def _stacked_rows(pieces: list[SimpleNamespace]) -> SimpleNamespace:
     """Blocks of rows put one behind the other; `low`, `high` have the hypotheses in front."""
     if len(pieces) == 1:
         return pieces[0]
-    joined = {}
+    joined: dict[str, Any] = {}
     for name, first in vars(pieces[0]).items():
         parts = [getattr(piece, name) for piece in pieces]
         if isinstance(first, list):

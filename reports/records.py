@@ -6,6 +6,7 @@ status of a run.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -43,11 +44,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def margin(self) -> float:
-        """statistic / limit; over 1 is broken."""
-        if self.statistic is None or self.limit is None:
+        """statistic / limit; over 1 is broken, and infinite where there is no number to it."""
+        if self.statistic is None or not self.limit or math.isnan(self.statistic):
             return 0.0 if self.held else float("inf")
-        if self.limit == 0:
-            return 0.0 if self.statistic == 0 else float("inf")
         return self.statistic / self.limit
 
 
@@ -61,13 +60,15 @@ class TensorSummary(msgspec.Struct, frozen=True):
         fa2: largest |x - reference| / largest |p - reference|, p being SDPA MATH in the dtype of
             the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). None where
             p is exact. Decides nothing.
+
+    JSON knows no infinity: a number that is not finite is read back as None.
     """
 
     elements: int
     judged: int
-    budget_use: float
-    max_z: float
-    rms_z: float
+    budget_use: float | None
+    max_z: float | None
+    rms_z: float | None
     fa2: float | None = None
 
 

@@ -147,7 +147,8 @@ class Case:
             )
         )
 
-    __str__ = __repr__ = lambda self: f"<{self.id}>"
+    def __repr__(self) -> str:
+        return f"<{self.id}>"
 
     def words(self) -> str:
         """The case for a reader."""

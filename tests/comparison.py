@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import time
 from collections.abc import Iterator
@@ -27,19 +28,20 @@ def compare(
     An exception of the implementation is a broken claim: it took a case that it claims.
     """
     path = implementation.path(device)
-    base = {
-        "case": case.id,
-        "words": case.words(),
-        "origin": origin,
-        "implementation": implementation.name,
-        "path": path,
-        "dtype": case.dtype,
-        "backward": case.backward,
-        "replay": replay(case, implementation, path),
-    }
+    record = functools.partial(
+        Record,
+        case=case.id,
+        words=case.words(),
+        origin=origin,
+        implementation=implementation.name,
+        path=path,
+        dtype=case.dtype,
+        backward=case.backward,
+        replay=replay(case, implementation, path),
+    )
     refusal = implementation.claims.refusal(case)
     if refusal:
-        return Record(**base, status="not claimed", reason=refusal)
+        return record(status="not claimed", reason=refusal)
 
     clock = _Clock()
     with clock("inputs"):
@@ -50,29 +52,44 @@ def compare(
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
         verdict = Verdict("out", "contract", "does not raise", False, note=raised)
-        return Record(
-            **base, status="broken", reason=f"raised {raised.splitlines()[0]}", verdicts=[verdict],
+        return record(
+            status="broken",
+            reason=f"raised {raised.splitlines()[0]}",
+            verdicts=[verdict],
             seconds=clock.seconds,
-        )  # fmt: skip
+        )
 
-    options = {"causal": case.causal, "scale": case.scale}
-    tensors = {name: t for name, t in vars(inputs).items() if t is not None}
-    arrays = {name: t.double().numpy() for name, t in tensors.items()}
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.d_out, inputs.d_lse)
+    q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in tensors)
+    assert q is not None and k is not None and v is not None
     with clock("oracle"):
         exact = oracle.attention(
-            **arrays, **options, dtype=case.dtype, out_given=results.get("out"),
+            q,
+            k,
+            v,
+            d_out,
+            d_lse,
+            causal=case.causal,
+            scale=case.scale,
+            dtype=case.dtype,
+            out_given=results.get("out"),
             rounding=implementation.claims.rounding,
-        )  # fmt: skip
+        )
     with clock("sdpa"):
-        in_float64 = _arrays(sdpa.attention(**tensors, **options))
-        in_own = _arrays(sdpa.attention(**tensors, **options, dtype=inputs.q.dtype))
+        in_float64 = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale))
+        in_own = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale, dtype=inputs.q.dtype))
     emulated = None
     if implementation.tiles is not None and "out" in results and case.dtype != "float32":
         with clock("emulation"):
-            out_given = torch.from_numpy(results["out"]).to(inputs.q.dtype)
-            emulated = _arrays(emulation.attention(
-                **tensors, **options, tiles=implementation.tiles(case, device), out_given=out_given
-            ))  # fmt: skip
+            emulated = _arrays(
+                emulation.attention(
+                    *tensors,
+                    causal=case.causal,
+                    scale=case.scale,
+                    tiles=implementation.tiles(case, device),
+                    out_given=torch.from_numpy(results["out"]).to(inputs.q.dtype),
+                )
+            )
     with clock("judge"):
         judged, summaries = judge(case, results, exact, in_float64, emulated, in_own)
     verdicts += judged
@@ -86,10 +103,7 @@ def compare(
         reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
-    return Record(
-        **base, status=status, reason=reason, verdicts=verdicts, tensors=summaries,
-        seconds=clock.seconds,
-    )  # fmt: skip
+    return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
 
 
 def replay(case: Case, implementation: Implementation, path: str) -> str:
@@ -123,7 +137,7 @@ def describe(v: Verdict) -> str:
     return text + (f"; {v.note}" if v.note else "")
 
 
-def _arrays(result) -> dict[str, np.ndarray]:
+def _arrays(result: emulation.Result | sdpa.Result) -> dict[str, np.ndarray]:
     return {name: t.detach().double().cpu().numpy() for name, t in result._asdict().items() if t is not None}
 
 

@@ -26,15 +26,15 @@ def _all(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
     some = Case(heads_q=2, heads_kv=2, len_q=BM + 1, len_k=BN + 1, dim=32, dim_v=32, d_lse=True)
 
     def of(**changes: object) -> Case:
-        return Case(**{**vars(some), **changes})  # type: ignore[arg-type]
+        return Case(**{**vars(some), **changes})
 
     # what a suite shows first: both masks, every dtype, several tiles both ways
     for dtype, causal in product(DTYPES, (True, False)):
         yield of(dtype=dtype, causal=causal, len_q=2 * BM + 1, len_k=2 * BN + 3)
 
     # a group of query heads; nothing square, so that no two counts can be mixed up
-    for heads in ((4, 2), (6, 2), (5, 1), (6, 3)):
-        yield of(heads_q=heads[0], heads_kv=heads[1], len_q=17, len_k=19, causal=heads[0] == 6)
+    for heads_q, heads_kv, causal in ((4, 2, False), (6, 2, True), (5, 1, False), (6, 3, True)):
+        yield of(heads_q=heads_q, heads_kv=heads_kv, len_q=17, len_k=19, causal=causal)
     yield of(heads_q=4, heads_kv=2, batch=2, len_k=2 * BN + 1, dtype="bfloat16")
     yield of(heads_q=8, heads_kv=1, values="mean", len_q=BM, d_lse=False, dtype="bfloat16")
 
@@ -78,10 +78,9 @@ def _all(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
         yield of(scale=scale, dtype=dtype, causal=scale == 1.0)
 
     # head dimensions, padded or not, v's as q's or not
-    dims = [(16, 16), (17, 17), (24, 24), (40, 40), (63, 63), (64, 64), (72, 72), (80, 80), (96, 96), (100, 100),
-            (104, 104), (111, 111), (128, 128), (160, 160), (192, 192), (256, 256),
-            (16, 32), (32, 16), (40, 16), (64, 128), (128, 64), (192, 128), (16, 256), (256, 16)]  # fmt: skip
-    for number, (dim, dim_v) in enumerate(dims):
+    equal = (16, 17, 24, 40, 63, 64, 72, 80, 96, 100, 104, 111, 128, 160, 192, 256)
+    different = ((16, 32), (32, 16), (40, 16), (64, 128), (128, 64), (192, 128), (16, 256), (256, 16))
+    for number, (dim, dim_v) in enumerate([*((dim, dim) for dim in equal), *different]):
         for dtype in DTYPES if not interpreted else DTYPES[number % 3 :: 3]:
             yield of(dim=dim, dim_v=dim_v, dtype=dtype, heads_q=2, heads_kv=1, causal=number % 2 == 0)
 

@@ -27,6 +27,10 @@ OWN = "triton"
 """The default: this project's own kernels."""
 
 
+OURS = Rounding()
+"""Rounding where our own kernels do."""
+
+
 class ImplementationError(Exception):
     """An `--impl` that cannot be used: what was given, and what it may be."""
 
@@ -66,7 +70,7 @@ class Claims:
     lse: bool = False
     lse_grad: bool = False
     strided: bool = False
-    rounding: Rounding = Rounding()
+    rounding: Rounding = OURS
 
     def refusal(self, case: Case) -> str:
         """Why a case lies outside of the claims; empty if it lies inside."""

@@ -102,6 +102,7 @@ class _Tensor:
         with np.errstate(invalid="ignore", over="ignore"):
             self.error = np.where(self.compared, np.abs(x - e.value), 0.0)
             self.z = self._z()
+            self.repetition = self._repetition()
 
     def _z(self) -> Array:
         """Signed distance to the legal alternatives in sigmas, under the better hypothesis by head."""
@@ -110,6 +111,29 @@ class _Tensor:
         z = np.where(self.compared, (above - below) / e.sigma, 0.0)  # (hypotheses, B, H, S, D)
         better = (z**2).sum((-1, -2)).argmin(0)  # (B, H)
         return np.take_along_axis(z, better[None, :, :, None, None], 0)[0]
+
+    def _repetition(self) -> float:
+        """How much the errors of different rows are one error, repeated: 0 to 1.
+
+        Values that lie within a step of each other are rounded by the same amount. For values that
+        differ by N(0, 2 s^2) steps the correlation of the errors is exp(-4 pi^2 s^2), the first term
+        of the Fourier series of a rounding error; it counts by the last rounding's share in the variance.
+        """
+        if self.tied:
+            return 1.0
+        e, dtype = self.rows, self.oracle.dtype
+        if self.name == "lse" or not self.compared.any():
+            return 0.0
+        seen = self.compared.astype(float)
+        count = np.maximum(seen.sum(2), 1)  # (B, H, D)
+        value = np.where(self.compared, e.value, 0.0)
+        half_step = dtype.half_step(value)
+        mean = value.sum(2) / count
+        spread = np.sqrt((seen * (value - mean[:, :, None]) ** 2).sum(2) / count)
+        step = 2 * (seen * half_step).sum(2) / count
+        share = (seen * half_step**2 / 3 / e.sigma**2).sum(2) / count
+        correlation = np.exp(-((2 * np.pi * spread / np.maximum(step, 1e-300)) ** 2)) * np.minimum(share, 1)
+        return float(np.where(seen.sum(2) > 1, correlation, 0.0).max())
 
     # ------------------------------------------------------------------ verdicts
 
@@ -175,7 +199,6 @@ class _Tensor:
         B, H, S, D = self.z.shape
         count = self.compared.sum(-1)  # (B, H, S)
         total = (self.z**2).sum(-1)
-        # few distinct values: rows repeat each other, nothing averages out
         concentration = np.where(self.tied, 1.0, self.rows.concentration)
         weighted = np.where(count > 0, concentration, 0.0)
         tiles = np.arange(0, S, TILE_ROWS)
@@ -192,8 +215,8 @@ class _Tensor:
         for rule, (squares, n, largest) in groups.items():
             squares, n, largest = np.atleast_1d(squares, n, largest)
             x = np.log((n > 0).sum() / FALSE_ALARM)
-            rows = 1 if self.tied else np.maximum(n / max(D, 1), 1)
-            share = largest / rows  # lambda of the group: independent rows
+            rows = np.maximum(n / max(D, 1), 1)
+            share = largest * np.maximum(1 / rows, self.repetition)  # lambda of the group
             limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
             limit = limit * (TIES if self.tied else 1)
             statistic = np.sqrt(squares / np.maximum(n, 1))
@@ -216,7 +239,7 @@ class _Tensor:
         per_row = (self.z * np.sign(self.rows.value)).sum(-1) / np.maximum(self.compared.sum(-1), 1)
         per_row = per_row[self.compared.any(-1)]
         seen = self.compared.any(-1)
-        predicted = np.sqrt(self.rows.concentration[seen].max() / rows)
+        predicted = np.sqrt(self.rows.concentration[seen].max() * max(1 / rows, self.repetition))
         measured = per_row.std() / np.sqrt(rows)
         deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM)) * max(predicted, measured)
         mean = float(signed.mean())
@@ -295,7 +318,7 @@ class _Tensor:
         with np.errstate(invalid="ignore"):
             z = np.where(known, (self.cells - r) / self.rows.sigma_emulation, 0.0)
         x = np.log(1 / FALSE_ALARM)
-        share = 1.0 if self.tied else 1 / rows
+        share = max(1 / rows, self.repetition)
         limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x) * (TIES if self.tied else 1)
         statistic = np.sqrt((z**2).sum() / known.sum())
         return [self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 EXPANDED = frozenset({"k", "v", "d_out"})
 """What the layout "expanded" expands over the heads; their values repeat there (`values`)."""
 

@@ -13,7 +13,7 @@ from reports import records
 from reports.records import Record
 
 from .cases import Case
-from .comparison import compare, explain
+from .comparison import compare
 from .implementations import Implementation, load
 
 REPORT_DIR = "FA_REPORT_DIR"
@@ -21,6 +21,10 @@ REPORT_DIR = "FA_REPORT_DIR"
 HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = 0, 1, 2, 3
 """Exit statuses: every claim that could run here held; something broke; wrong use; nothing was executed
 or a required GPU is missing."""
+
+
+class Broke(AssertionError):
+    """A comparison is red; says by which rules."""
 
 
 def report_dir() -> Path:
@@ -63,23 +67,25 @@ class Session:
         pairs = (tiles.forward, tiles.dkdv, tiles.dq)
         return max(bm for bm, _ in pairs), max(bn for _, bn in pairs)
 
-    def check(self, case: Case, origin: str) -> None:
-        """Compares, records, and fails the test if the record is red.
+    def check(self, case: Case, origin: str) -> Record:
+        """Compares, and records unless the record is red.
 
         Raises:
-            AssertionError: with the explanation.
+            Broke: if it is. It is not written yet: Hypothesis may find a smaller case.
         """
         record = compare(case, self.implementation, self.device, origin)
         if record.status == "broken":
-            self.broken[origin] = record  # not written yet: Hypothesis may find a smaller one
-            raise AssertionError("\n" + explain(record))
+            self.broken[origin] = record
+            raise Broke(record.reason)
         self.write(record)
+        return record
 
-    def write_broken(self, origin: str) -> None:
-        """Writes the last red record: after a shrink, that of the smallest case."""
+    def write_broken(self, origin: str) -> Record | None:
+        """Writes the last red record, if there is one: after a shrink, that of the smallest case."""
         record = self.broken.pop(origin, None)
         if record is not None:
             self.write(record)
+        return record
 
     def write(self, record: Record) -> None:
         records.append(report_dir() / f"records-{self.worker}.jsonl", record)
@@ -103,9 +109,9 @@ def exit_status(found: list[Record], tests_failed: bool, require_gpu: bool) -> t
     executed = [r for r in found if r.status in ("held", "broken")]
     broken = [r for r in executed if r.status == "broken"]
     if broken or tests_failed:
-        return BROKE, f"{len(broken)} comparisons broke" if broken else "a test failed"
+        return BROKE, f"{len(broken)} red comparisons" if broken else "a test failed"
     if require_gpu and any(r.path in ("interpreter", "cpu") for r in executed):
         return BROKE, "--require-gpu was given, and comparisons ran without a GPU"
     if found and not executed:
-        return NOTHING_EXECUTED, "no comparison was executed"
+        return NOTHING_EXECUTED, "nothing was executed"
     return HELD, "every claim that could run here held"

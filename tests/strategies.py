@@ -41,9 +41,20 @@ SHARD = 20
 """Cases that one test generates: small, so that workers share the load."""
 
 # D, Dv: powers of two first, since the first is what a failure is tried with
-DIMS = [(16, 16), (64, 64), (32, 32), (128, 128), (40, 40), (64, 32), (96, 96), (80, 80), (192, 128), (256, 256),
-        (72, 104)]  # fmt: skip
 SMALL_DIMS = [(16, 16), (32, 32), (24, 40), (64, 64), (40, 24), (16, 32)]
+DIMS = [
+    (16, 16),
+    (64, 64),
+    (32, 32),
+    (128, 128),
+    (40, 40),
+    (64, 32),
+    (96, 96),
+    (80, 80),
+    (192, 128),
+    (256, 256),
+]
+DIMS += [(72, 104)]
 
 
 def shard_of(number: int, claims: Claims, interpreted: bool) -> tuple[str, tuple[int, int]]:

@@ -6,19 +6,24 @@ In this order: the corpus, the edges, generated cases. `--case ID` runs the give
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, seed
+from hypothesis.errors import Flaky
 
 from conftest import SEED, SESSION
 
 from .cases import Case
+from .comparison import explain
 from .corpus import read_corpus
 from .edges import edges
-from .implementations import ImplementationError
-from .session import Session, interpreted
+from .session import Broke, Session, interpreted
 from .strategies import PROFILES, SHARD, cases, generation, shard_of
+
+Property = Callable[[str, object], None]
+"""pytest's fixture record_property."""
 
 LARGEST_INTERPRETED = 9_000
 LARGEST_COMPILED = 400_000
@@ -28,10 +33,6 @@ LARGEST_COMPILED = 400_000
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
     session = config.stash[SESSION]
-    try:
-        claims = session.implementation.claims
-    except ImplementationError as error:
-        pytest.exit(str(error), 2)
     if "case" in metafunc.fixturenames:
         name = metafunc.function.__name__
         if name == "test_replay":
@@ -46,20 +47,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "shard" in metafunc.fixturenames:
         profile = PROFILES[config.option.profile]
         examples = config.option.examples or (profile.interpreted if interpreted() else profile.compiled)
-        count = 0 if config.option.case or not claims else -(-examples // SHARD)
+        count = 0 if config.option.case else -(-examples // SHARD)
         metafunc.parametrize("shard", range(count))
 
 
-def test_replay(case: Case, session: Session) -> None:
-    _check(session, case, "replay")
+def test_replay(case: Case, session: Session, record_property: Property) -> None:
+    with _explained(session, "replay"):
+        record_property("comparison", session.check(case, "replay").status)
 
 
-def test_corpus(case: Case, session: Session) -> None:
-    _check(session, case, "corpus")
+def test_corpus(case: Case, session: Session, record_property: Property) -> None:
+    with _explained(session, "corpus"):
+        record_property("comparison", session.check(case, "corpus").status)
 
 
-def test_edge(case: Case, session: Session) -> None:
-    _check(session, case, "edge")
+def test_edge(case: Case, session: Session, record_property: Property) -> None:
+    with _explained(session, "edge"):
+        record_property("comparison", session.check(case, "edge").status)
 
 
 def test_generated(shard: int, session: Session) -> None:
@@ -73,20 +77,19 @@ def test_generated(shard: int, session: Session) -> None:
     def generated(case: Case) -> None:
         session.check(case, "generated")
 
-    _red_or_not(session, "generated", generated)
+    with _explained(session, "generated"):
+        generated()
 
 
-def _check(session: Session, case: Case, origin: str) -> None:
-    _red_or_not(session, origin, lambda: session.check(case, origin))
-
-
-def _red_or_not(session: Session, origin: str, check: Callable[[], None]) -> None:
-    __tracebackhide__ = True
-    explanation = None
+@contextmanager
+def _explained(session: Session, origin: str) -> Iterator[None]:
+    """A red comparison is written, and fails the test with its explanation instead of a traceback."""
     try:
-        check()
-    except AssertionError as error:
-        explanation = str(error)
-        session.write_broken(origin)
-    if explanation is not None:  # outside of the handler: one explanation, no chain of tracebacks
-        pytest.fail(explanation, pytrace=False)
+        yield
+        return
+    except (Broke, Flaky) as error:
+        record = session.write_broken(origin)
+        if record is None:
+            raise
+        repeated = "" if isinstance(error, Broke) else "not red when it was repeated: "
+    raise pytest.fail.Exception(f"{repeated}{record.reason}\n\n{explain(record)}", pytrace=False) from None

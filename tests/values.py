@@ -43,15 +43,18 @@ def make_inputs(case: Case) -> Inputs:
         for name in EXPANDED:
             x[name] = np.broadcast_to(x[name][:, :1], x[name].shape)
     dtype = getattr(torch, case.dtype)
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(t)).to(dtype) for name, t in x.items()}
+    tensors = {name: torch.from_numpy(np.array(t)).to(dtype) for name, t in x.items()}
     d_lse = None
     if case.d_lse:
-        shape = (case.batch, case.heads_q, case.len_q)
-        d_lse = torch.from_numpy(_integers(case, "d_lse", shape) if case.values == "exact"
-                                 else _normal(case, "d_lse", shape)).float()  # fmt: skip
-    if not case.backward:
-        del tensors["d_out"]
-    return Inputs(**({"d_out": None} | tensors), d_lse=d_lse)
+        draw = _integers if case.values == "exact" else _normal
+        d_lse = torch.from_numpy(draw(case, "d_lse", (case.batch, case.heads_q, case.len_q))).float()
+    return Inputs(
+        q=tensors["q"],
+        k=tensors["k"],
+        v=tensors["v"],
+        d_out=tensors["d_out"] if case.backward else None,
+        d_lse=d_lse,
+    )
 
 
 # ---------------------------------------------------------------- integers and floats from a counter
