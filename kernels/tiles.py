@@ -103,9 +103,9 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, dim: int, itemsiz
     """Bytes of shared memory that a tile may take, seen from above.
 
     Triton keeps what its pipelined loop loads in a ring of buffers: one a stage where products read
-    shared memory while they run (wgmma, tcgen05), one less where they read registers (mma.sync, FMA).
-    Beside the ring lie the operands that stay, P or the operand of two products once more in another
-    layout, and a few float32 a row.
+    shared memory while they run (wgmma, tcgen05), one less where they read registers (mma.sync,
+    FMA). Beside the ring lie the operands that stay, P or an operand of two products once more in
+    another layout, and a few float32 a row.
     """
     BM, BN = tile.BM, tile.BN
     buffers = tile.stages if 90 <= arch.capability < 120 else max(tile.stages - 1, 1)
