@@ -47,7 +47,7 @@ def flash_attention(
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv; query head h reads KV head h // (Hq // Hkv).
         v: (B, Hkv, Sk, Dv), Dv from 16 to 256.
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
-        scale: of the scores; D ** -0.5 if None. Any finite number.
+        scale: of the scores; D ** -0.5 if None. Any finite number, up to 2.3586e38 in magnitude.
         return_lse: also return the natural logarithm of the sum of the exponentials of each row's
             scores; gradients flow through it too.
         deterministic: False permits a backward whose sums have no fixed order. There is none today:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
+SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.3586e38
-"""In magnitude; times log2 e, which the kernels multiply it by, it is still a finite float32."""
-LARGEST_GRID = 2**31 - 1
+"""In magnitude. Times log2 e, which the kernels multiply it by, the largest is still a finite float32; below
+the smallest Triton would pass a float64 to kernels that are written for float32."""
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -62,7 +64,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The scale of the scores, D ** -0.5 if None.
+    """The scale of the scores, D ** -0.5 if None; 0 if below float32's normal numbers, as GPUs have it.
 
     Raises:
         TypeError: not a number.
@@ -70,11 +72,11 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"scale is {scale!r}; it must be a number or None")
     if not abs(scale) <= LARGEST_SCALE:  # nor is NaN
         raise ValueError(f"scale is {scale}; it must be finite, and at most {LARGEST_SCALE} in magnitude")
-    return float(scale)
+    return float(scale) if abs(scale) >= SMALLEST_SCALE else 0.0
 
 
 def check_flags(**flags: bool) -> None:

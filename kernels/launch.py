@@ -13,6 +13,8 @@ from .backward import attention_backward_dkdv, attention_backward_dq, attention_
 from .forward import attention_forward
 from .tiles import Tile, choose_tiles, padded_head_dim
 
+LARGEST_GRID = 2**31 - 1
+
 DELTA_ROWS = 32
 """Query rows of one program of the delta kernel, which only streams."""
 
@@ -29,7 +31,7 @@ def forward(
         return out, lse
     tile = choose_tiles(arch, q.shape[3], Dv, q.element_size()).forward
     with _device_of(q):
-        attention_forward[(B * Hq * -(-Sq // tile.BM),)](
+        attention_forward[_grid("q", B * Hq, Sq, tile.BM)](
             q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             scale, Hq, Hq // Hkv, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
             VECTOR=_vector(q, k, v, out), **_dims(q, v), **_arithmetic(arch, q, allow_tf32),
@@ -55,7 +57,7 @@ def backward(
     group, dims, arithmetic = Hq // Hkv, _dims(q, v), _arithmetic(arch, q, allow_tf32)
     with _device_of(q):
         if lse.numel():
-            attention_delta[(B * Hq * -(-Sq // DELTA_ROWS),)](
+            attention_delta[_grid("q", B * Hq, Sq, DELTA_ROWS)](
                 out, d_out, d_lse if d_lse is not None else delta, delta,
                 *out.stride(), *d_out.stride(),
                 *(d_lse.stride() if d_lse is not None else (0, 0, 0)),
@@ -64,7 +66,7 @@ def backward(
             )  # fmt: skip
         if dk.numel() or dv.numel():
             tile = tiles.dkdv
-            attention_backward_dkdv[(B * Hkv * -(-Sk // tile.BN),)](
+            attention_backward_dkdv[_grid("k", B * Hkv, Sk, tile.BN)](
                 q, k, v, d_out, lse, delta, dk, dv,
                 *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
                 scale, Hkv, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
@@ -72,13 +74,23 @@ def backward(
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
-            attention_backward_dq[(B * Hq * -(-Sq // tile.BM),)](
+            attention_backward_dq[_grid("q", B * Hq, Sq, tile.BM)](
                 q, k, v, d_out, lse, delta, dq,
                 *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dq.stride(),
                 scale, Hq, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
                 VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, tile),
             )  # fmt: skip
     return dq, dk, dv
+
+
+def _grid(name: str, heads: int, length: int, rows: int) -> tuple[int]:
+    """One program for each tile of `rows` rows of each head of each batch entry."""
+    programs = heads * -(-length // rows)
+    if programs > LARGEST_GRID:
+        raise ValueError(
+            f"{name} has {heads} heads in all, of {length} rows: {programs} tiles; a launch takes {LARGEST_GRID}"
+        )
+    return (programs,)
 
 
 def _dims(q: Tensor, v: Tensor) -> dict[str, int]:

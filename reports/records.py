@@ -58,8 +58,8 @@ class TensorSummary(msgspec.Struct, frozen=True):
         budget_use: largest |x - reference| / bound.
         max_z, rms_z: of the distance to the reference in units of sigma.
         fa2: largest |x - reference| / largest |p - reference|, p being SDPA MATH in the dtype of
-            the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). None where
-            p is exact. Decides nothing.
+            the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). Where p is
+            nearly exact, in units of half an ulp of the largest |reference|. Decides nothing.
 
     JSON knows no infinity: a number that is not finite is read back as None.
     """

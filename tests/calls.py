@@ -5,7 +5,7 @@ For what numbers against references do not show: the references themselves judge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,13 @@ def case_of(device: torch.device, **changes: Any) -> Case:
 
 def inputs_of(device: torch.device, **changes: Any) -> Inputs:
     """The tensors of such a case on the device, contiguous."""
-    tensors = vars(make_inputs(case_of(device, **changes)))
-    return Inputs(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
+    return every(make_inputs(case_of(device, **changes)), lambda _, t: t.to(device))
+
+
+def every(x: Inputs, change: Callable[[str, Tensor], Tensor]) -> Inputs:
+    """Inputs made of each tensor and its name."""
+    changed: dict[str, Any] = {name: t if t is None else change(name, t) for name, t in vars(x).items()}
+    return Inputs(**changed)
 
 
 def with_exact_delta(x: Inputs) -> Inputs:

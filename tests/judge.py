@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from reference.budget import FLUSHED
 from reference.oracle import Estimate, Result
 from reports.records import TensorSummary, Verdict
 
@@ -249,8 +250,9 @@ class _Tensor:
     def _exact(self) -> list[Verdict]:
         """What must come out bit for bit."""
         found = []
-        # an exact value is one of float32's; what float64 has left of exp(-700) is not part of it
-        different = self.judged & (self.cells != self.rows.value.astype(np.float32))
+        # an exact value is one of float32's; what float64 has left of exp(-104) is not part of it
+        value = np.where(np.abs(self.rows.value) < FLUSHED, 0.0, self.rows.value)
+        different = self.judged & (self.cells != value.astype(np.float32))
         if self.name == "out":
             one_key = (self.oracle.visible_keys == 1)[..., None] & self.judged
             if one_key.any():
@@ -331,9 +333,11 @@ class _Tensor:
         if p is not None and n:
             p = p[..., None] if self.name == "lse" else p
             with np.errstate(invalid="ignore"):
-                theirs = np.where(self.compared & np.isfinite(p), np.abs(p - self.rows.value), 0.0)
-            if theirs.max() > 0:
-                fa2 = float(self.error.max() / theirs.max())
+                theirs = np.where(self.compared & np.isfinite(p), np.abs(p - self.rows.value), 0.0).max()
+            # p may be exact: then the rule needs a floor, here half an ulp of the largest value
+            floor = self.oracle.dtype.u * np.where(self.compared, np.abs(self.rows.value), 0.0).max()
+            scale = max(theirs, floor)
+            fa2 = float(self.error.max() / scale) if scale > 0 else None
         return TensorSummary(
             elements=self.cells.size,
             judged=int(self.judged.sum()),

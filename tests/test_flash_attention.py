@@ -24,18 +24,20 @@ def spoil_free_memory(device: torch.device) -> None:
     del blocks
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "not-deterministic"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_run_gives_the_same_bits(
-    dtype: str, causal: bool, deterministic: bool, device: torch.device
-) -> None:
-    runs, lengths = (20, {"len_q": 1000, "len_k": 1030}) if device.type == "cuda" else (2, {})
-    x = inputs_of(device, dtype=dtype, batch=2 if device.type == "cuda" else 1, dim=72, **lengths)
-    first = attend(x, causal=causal, deterministic=deterministic)
+def test_every_run_gives_the_same_bits(dtype: str, causal: bool, device: torch.device) -> None:
+    runs, lengths = (20, {"len_q": 1000, "len_k": 1030}) if device.type == "cuda" else (1, {})
+    x = inputs_of(device, dtype=dtype, dim=72, **lengths)
+    first = attend(x, causal=causal)
     for _ in range(runs):
         spoil_free_memory(device)
-        assert_same_bits(attend(x, causal=causal, deterministic=deterministic), first)
+        assert_same_bits(attend(x, causal=causal), first)
+
+
+def test_that_it_need_not_be_deterministic_changes_nothing_today(device: torch.device) -> None:
+    x = inputs_of(device)
+    assert_same_bits(attend(x, deterministic=False), attend(x, deterministic=True))
 
 
 def test_a_second_backward_of_one_forward_gives_the_same_bits(device: torch.device) -> None:
@@ -137,7 +139,7 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
     x = inputs_of(device)
     q = x.q.requires_grad_()
     (dq,) = torch.autograd.grad(flash_attention(q, x.k, x.v), q, x.d_out, create_graph=True)
-    with pytest.raises(RuntimeError, match="backward through .*flash_attention_backward"):
+    with pytest.raises(RuntimeError, match=r"backward through .*flash_attention_backward"):
         dq.sum().backward()
 
 
@@ -145,7 +147,7 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
 def test_what_the_backward_reads_must_not_change_before_it(changed: str, device: torch.device) -> None:
     x = inputs_of(device, len_q=3, len_k=5)
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    views = {name: leaf.view_as(leaf) for name, leaf in zip("qkv", leaves, strict=True)}
+    views: dict[str, Any] = {name: leaf.view_as(leaf) for name, leaf in zip("qkv", leaves, strict=True)}
     out, lse = flash_attention(**views, return_lse=True)
     with torch.no_grad():
         (views | {"out": out, "lse": lse})[changed].add_(1)
@@ -156,9 +158,18 @@ def test_what_the_backward_reads_must_not_change_before_it(changed: str, device:
 # ---------------------------------------------------------------- rows that see no key
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
-@pytest.mark.parametrize("poisoned", ["q", "d_out", "d_lse", "q d_out d_lse"])
-@pytest.mark.parametrize("dtype", DTYPES)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "poisoned", "poison"),
+    [
+        ("float16", "q", NAN),
+        ("float16", "d_out", NAN),
+        ("float16", "d_lse", NAN),
+        *((dtype, "q d_out d_lse", poison) for dtype in DTYPES for poison in (NAN, INF)),
+    ],
+)
 def test_nothing_of_a_dead_row_reaches_a_result(
     dtype: str, poisoned: str, poison: float, device: torch.device
 ) -> None:
@@ -176,5 +187,5 @@ def test_nothing_of_a_dead_row_reaches_a_result(
     found = attend(with_dead_rows(poison), causal=True)
     assert_same_bits(found, attend(with_dead_rows(0.0), causal=True))
     assert not found["out"][:, :, :dead].any() and not found["dq"][:, :, :dead].any()
-    assert (found["lse"][:, :, :dead] == float("-inf")).all()
+    assert (found["lse"][:, :, :dead] == -INF).all()
     assert found["lse"][:, :, dead:].isfinite().all() and found["dq"][:, :, dead:].any(-1).all()

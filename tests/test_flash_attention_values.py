@@ -30,9 +30,12 @@ def spoiled(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- a value that is not finite
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "causal"),
+    [("float16", False), ("float16", True), ("bfloat16", True), ("float32", True)],
+    ids=lambda value: {False: "full", True: "causal"}.get(value, value),
+)
 def test_a_visible_nan_shows_in_every_row_that_sees_it_and_nowhere_else(
     dtype: str, name: str, causal: bool, device: torch.device
 ) -> None:

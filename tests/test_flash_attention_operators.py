@@ -1,0 +1,163 @@
+"""The operators in torch.library: their registration, torch.compile and torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels import flash_attention
+from kernels.attention import NAMESPACE
+
+from .calls import assert_same_bits, attend, every, inputs_of
+from .layouts import place
+from .values import Inputs
+
+forward_operator = getattr(torch.ops, NAMESPACE).flash_attention_forward.default
+backward_operator = getattr(torch.ops, NAMESPACE).flash_attention_backward.default
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal, some rows see no key": {"causal": True, "len_q": 9},
+    "a group of heads, Dv not D": {"heads_q": 4, "heads_kv": 2, "dim": 24, "dim_v": 40},
+    "not contiguous, bfloat16": {"layout": "bshd", "batch": 2, "dtype": "bfloat16"},
+    "expanded over the heads, float32": {"layout": "expanded", "heads_kv": 2, "dtype": "float32"},
+    "one of everything": {"len_q": 1, "len_k": 1, "heads_q": 1},
+    "no queries": {"len_q": 0},
+    "no keys": {"len_k": 0},
+    "no batch": {"batch": 0},
+}
+SMALL = {"len_q": 3, "len_k": 5}
+
+
+def arguments_of(name: str, device: torch.device) -> tuple[Inputs, bool]:
+    """Inputs in the layout of the entry, and whether it is causal."""
+    changes = SMALL | ARGUMENTS[name]
+    causal = changes.pop("causal", False)
+    layout = changes.get("layout", "bhsd")
+    x = inputs_of(device, **changes)
+    return every(x, lambda which, t: place(which, t.cpu(), layout, device)), causal
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_forward_operator_keeps_the_rules_of_torch_library(name: str, device: torch.device) -> None:
+    x, causal = arguments_of(name, device)
+    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+    torch.library.opcheck(forward_operator, (q, k, v, causal, 0.2, False))
+    if name == "plain":
+        torch.library.opcheck(forward_operator, (x.q, x.k, x.v, causal, 0.2, True))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_backward_operator_keeps_the_rules_of_torch_library(name: str, device: torch.device) -> None:
+    x, causal = arguments_of(name, device)
+    out, lse = forward_operator(x.q, x.k, x.v, causal, 0.2, False)
+    saved = (x.q, x.k, x.v, out, lse, causal, 0.2, False)
+    torch.library.opcheck(backward_operator, (x.d_out, x.d_lse, *saved, True, True))
+    if name == "plain":  # without an operand each, and with less to do
+        torch.library.opcheck(backward_operator, (None, x.d_lse, *saved, True, False))
+        torch.library.opcheck(backward_operator, (x.d_out, None, *saved, False, True))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_fake_operators_foresee_shapes_dtypes_and_strides(name: str, device: torch.device) -> None:
+    x, causal = arguments_of(name, device)
+    out, lse = forward_operator(x.q, x.k, x.v, causal, 0.2, False)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [(forward_operator, (x.q, x.k, x.v, causal, 0.2, False))]
+    for needs in product((True, False), repeat=2):
+        saved = (x.q, x.k, x.v, out, lse, causal, 0.2, False)
+        calls.append((backward_operator, (x.d_out, x.d_lse, *saved, *needs)))
+
+    for operator, arguments in calls:
+        with FakeTensorMode() as mode:
+            foreseen = operator(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments))
+        for fake, real in zip(foreseen, operator(*arguments), strict=True):
+            for what in ("shape", "dtype", "device"):
+                assert getattr(fake, what) == getattr(real, what), (operator, what)
+            assert fake.stride() == real.stride(), operator
+
+
+# ---------------------------------------------------------------- torch.compile, torch.export
+
+
+def with_gradients(function: Callable[..., Any], x: Inputs, **options: Any) -> dict[str, Tensor]:
+    """Results of a function with the signature of `flash_attention`, and its gradients."""
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    out, lse = function(*leaves, return_lse=True, **options)
+    gradients = torch.autograd.grad((out, lse), leaves, (x.d_out, x.d_lse))
+    found = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return {"out": out.detach(), "lse": lse.detach()} | found
+
+
+COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal, some rows see no key": ({"len_q": 9}, {"causal": True}),
+    "a group of heads, Dv not D, a scale": (
+        {"heads_q": 4, "heads_kv": 2, "dim": 24, "dim_v": 40}, {"scale": 0.3}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_as_one_graph_it_gives_the_same_bits(name: str, device: torch.device) -> None:
+    changes, options = COMPILED[name]
+    x = inputs_of(device, **(SMALL | changes))
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    assert_same_bits(with_gradients(compiled, x, **options), attend(x, **options))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_inside_of_a_model_it_gives_the_same_bits(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)  # packed, (B, S, 3 H D)
+        return flash_attention(q, k, v, causal=True).transpose(1, 2).flatten(2).square()
+
+    x = inputs_of(device, len_k=7, dim=96).k[:, 0]
+    found = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+        (gradient,) = torch.autograd.grad(out.sum(), leaf)
+        found.append({"out": out.detach(), "gradient": gradient})
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_compiled_function_serves_all_lengths(device: torch.device) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flash_attention, fullgraph=True, backend=counter, dynamic=True)
+    for len_q, len_k in ((17, 19), (33, 36), (40, 45)):
+        x = inputs_of(device, len_q=len_q, len_k=len_k)
+        assert_same_bits(with_gradients(compiled, x, causal=True), attend(x, causal=True))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_it_refuses_what_it_refuses_otherwise(device: torch.device) -> None:
+    x = inputs_of(device, **SMALL)
+    compiled = torch.compile(flash_attention, backend="aot_eager")
+    with pytest.raises(ValueError, match="v has head dimension 15; it may be 16 to 256"):
+        compiled(x.q, x.k, x.v[..., :15])
+
+
+def test_it_can_be_exported(device: torch.device) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return flash_attention(q, k, v, causal=True, return_lse=True)
+
+    x = inputs_of(device, **SMALL)
+    exported = torch.export.export(Model(), (x.q, x.k, x.v)).module()
+    out, lse = exported(x.q, x.k, x.v)
+    assert_same_bits({"out": out, "lse": lse}, attend(x, wanted="", causal=True))
