@@ -88,7 +88,8 @@ def _grid(name: str, heads: int, length: int, rows: int) -> tuple[int]:
     programs = heads * -(-length // rows)
     if programs > LARGEST_GRID:
         raise ValueError(
-            f"{name} has {heads} heads in all, of {length} rows: {programs} tiles; a launch takes {LARGEST_GRID}"
+            f"{name} has {heads} heads in all, of {length} rows each: {programs} tiles of {rows};"
+            f" a launch takes at most {LARGEST_GRID}"
         )
     return (programs,)
 
