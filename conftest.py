@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--impl", default="triton", metavar="SPEC", help=IMPL)
     group.addoption("--case", action="append", default=[], metavar="ID", help=CASE)
     group.addoption("--profile", default="dev", metavar="NAME", help=PROFILE)
-    group.addoption("--examples", type=int, default=None, metavar="N", help=EXAMPLES)
+    group.addoption("--examples", default=None, metavar="N", help=EXAMPLES)
     group.addoption("--require-gpu", action="store_true", help=REQUIRE_GPU)
 
 
@@ -76,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from reports.summary import Summary
 
         config.pluginmanager.register(Figures(), "attention-figures")
-
         config.pluginmanager.register(Summary(config, session.report_dir()), "attention-summary")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ class Summary:
         self._gather()
         session.exitstatus, self.reason = self._decide(session, exitstatus)
         if self.found:
-            (self.folder / "summary.md").write_text(_markdown(self.found, self.reason))
+            (self.folder / "summary.md").write_text(markdown(self.found, self.reason))
 
     def _gather(self) -> None:
         """One file of what the workers wrote; what cannot be read is kept beside it."""
@@ -86,12 +87,10 @@ class Summary:
 
     def _decide(self, session: pytest.Session, exitstatus: int) -> tuple[int, str]:
         """The exit status of the run, and why. pytest's own mean other things by the same numbers."""
-        from tests.session import HELD, NOTHING_EXECUTED, WRONG_USE, exit_status
+        from tests.session import HELD, NOTHING_EXECUTED, exit_status
 
         # with pytest-xdist, -x ends as if it were interrupted
         failed = session.testsfailed > 0 or exitstatus == pytest.ExitCode.INTERNAL_ERROR
-        if exitstatus == pytest.ExitCode.USAGE_ERROR:
-            return WRONG_USE, "wrong use"
         if exitstatus == pytest.ExitCode.INTERRUPTED and not failed:
             return exitstatus, "interrupted"
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -109,21 +108,15 @@ class Summary:
         if self.found:
             terminalreporter.section("attention: comparisons")
             if any(record.status in EXECUTED for record in self.found):
-                console = Console(
-                    file=terminalreporter._tw._file,
-                    highlight=False,
-                    width=max(terminalreporter._tw.fullwidth, 120),
-                )
-                console.print(_table(self.found))
-                write("")
-                write(LEGEND)
-                write("")
+                for line in (*_table(self.found), "", *LEGEND.splitlines(), ""):
+                    write(line)
             for line in _counts(self.found):
                 write(line)
             red = sorted(_red(self.found), key=_badness)
             if red:
                 write("")
-                write("red, worst first:", red=True)
+                shown = f" ({WORST} of {len(red)})" if len(red) > WORST else ""
+                write(f"red, worst first{shown}:", red=True)
             for number, record in enumerate(red[:WORST], 1):
                 write(f"{number:3}. {_worst(record)}", red=True)
                 write(f"     {record.words}")
@@ -157,13 +150,16 @@ def _counts(found: list[Record]) -> list[str]:
     """How many comparisons were executed and how many were not, and why."""
     executed = [record for record in found if record.status in EXECUTED]
     backward = sum(record.backward for record in executed)
-    lines = [f"executed: {len(executed)} comparisons, {backward} with a backward; {len(_red(found))} red"]
-    for status, why in (("no power", "nothing could be judged"), ("not claimed", "it would need")):
+    lines = [
+        f"comparisons executed: {len(executed)}, of which with a backward: {backward}",
+        f"red: {len(_red(found))}",
+    ]
+    for status, because in (("no power", ""), ("not claimed", "they would need ")):
         left_out = [record for record in found if record.status == status]
         reasons = Counter(reason for record in left_out for reason in record.reason.split(", "))
         if left_out:
             each = ", ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
-            lines.append(f"{status}: {len(left_out)} comparisons, not executed; {why}: {each}")
+            lines.append(f"{status}, so not executed: {len(left_out)}; {because}{each}")
     return lines
 
 
@@ -205,17 +201,21 @@ FA2: the largest error, in units of that of PyTorch's own attention in the same 
 of at most 2 for out and 3 for gradients; for information)."""
 
 
-def _table(found: list[Record]) -> Table:
+def _table(found: list[Record]) -> list[str]:
     table = Table(box=None, pad_edge=False)
     for heading in HEADINGS[:-1]:
         number = heading in ("comparisons", "budget", "max z", "FA2")
         table.add_column(heading, justify="right" if number else "left")
     for row in _rows(found):
         table.add_row(*row[:-1])
-    return table
+    console = Console(file=StringIO(), highlight=False, width=160)
+    with console.capture() as printed:
+        console.print(table)
+    return [line.rstrip() for line in printed.get().splitlines()]
 
 
-def _markdown(found: list[Record], reason: str) -> str:
+def markdown(found: list[Record], reason: str) -> str:
+    """The summary as a page: counts, red comparisons worst first, the table."""
     lines = [f"### Attention: {reason}", "", *(f"- {line}" for line in _counts(found)), ""]
     for record in sorted(_red(found), key=_badness)[:WORST]:
         lines.append(f"1. **{_worst(record)}**<br>{record.words}<br>`{record.replay}`")

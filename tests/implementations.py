@@ -150,7 +150,7 @@ def _module(source: str, spec: str) -> Any:
         return module
     except ImplementationError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end with sys.exit
         raise ImplementationError(
             f"--impl is {spec!r}: importing {source} failed: {type(error).__name__}: {error}"
         ) from error

@@ -109,7 +109,7 @@ def exit_status(found: list[Record], tests_failed: bool, require_gpu: bool) -> t
     executed = [r for r in found if r.status in ("held", "broken")]
     broken = [r for r in executed if r.status == "broken"]
     if broken or tests_failed:
-        return BROKE, f"{len(broken)} red comparisons" if broken else "a test failed"
+        return BROKE, f"red comparisons: {len(broken)}" if broken else "a test failed"
     if require_gpu and any(r.path in ("interpreter", "cpu") for r in executed):
         return BROKE, "--require-gpu was given, and comparisons ran without a GPU"
     if found and not executed:

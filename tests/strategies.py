@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from .cases import DTYPES, LAYOUTS, REGIMES, Case
+from .cases import DTYPES, GRADIENTS, LAYOUTS, REGIMES, Case
 from .implementations import Claims
 
 
@@ -41,20 +41,9 @@ SHARD = 20
 """Cases that one test generates: small, so that workers share the load."""
 
 # D, Dv: powers of two first, since the first is what a failure is tried with
+DIMS = [(16, 16), (64, 64), (32, 32), (128, 128), (40, 40), (64, 32), (96, 96), (80, 80), (192, 128)]
+DIMS += [(256, 256), (72, 104)]
 SMALL_DIMS = [(16, 16), (32, 32), (24, 40), (64, 64), (40, 24), (16, 32)]
-DIMS = [
-    (16, 16),
-    (64, 64),
-    (32, 32),
-    (128, 128),
-    (40, 40),
-    (64, 32),
-    (96, 96),
-    (80, 80),
-    (192, 128),
-    (256, 256),
-]
-DIMS += [(72, 104)]
 
 
 def shard_of(number: int, claims: Claims, interpreted: bool) -> tuple[str, tuple[int, int]]:
@@ -96,15 +85,15 @@ def cases(
         claims: of the implementation under test.
         dtype, dims: fixed for the shard.
         tile: query and key rows of the implementation's largest tiles.
-        largest: most scores (B Hq Sq Sk) of a case.
+        largest: most scores (B Hq Sq Sk) of a case with more than one head in all.
     """
     causal = draw(st.booleans(), label="causal")
-    len_q = draw(lengths(tile[0]), label="Sq")
+    len_q = draw(lengths(tile[0] if claims.cross_lengths else max(tile)), label="Sq")
     len_k = draw(lengths(tile[1]), label="Sk") if claims.cross_lengths else len_q
     if not claims.empty:
         len_q, len_k = max(len_q, 1), max(len_k, 1)
-    if causal and not claims.dead_rows:
-        len_k = max(len_k, len_q)
+    if not claims.dead_rows:
+        len_k = max(len_k, len_q if causal else min(len_q, 1))
     room = max(1, largest // max(1, len_q * len_k))
     groups = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (5, 1), (8, 1)]
     groups = [(q, kv) for q, kv in groups if q <= room and (q == kv or claims.gqa)]
@@ -113,8 +102,8 @@ def cases(
     layout = draw(st.sampled_from(list(LAYOUTS)), label="layout") if claims.strided else "bhsd"
     grad, d_lse = "none", False
     if claims.backward:
-        grad = draw(st.sampled_from(["qkv"] * 12 + ["q", "k", "v", "kv"]), label="grad")
-        d_lse = claims.lse_grad and draw(st.booleans(), label="d_lse")
+        grad = draw(st.sampled_from(["qkv"] * 18 + list(GRADIENTS)), label="grad")
+        d_lse = claims.lse_grad and grad != "none" and draw(st.booleans(), label="d_lse")
     return Case(
         batch=batch,
         heads_q=heads_q,
