@@ -33,7 +33,7 @@ def attention_delta(
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dlb, stride_dlh, stride_dlm,
     Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr, VECTOR: tl.constexpr,
+    HAS_DLSE: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Delta (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
     n_tiles = tl.cdiv(Sq, BM)
@@ -47,7 +47,9 @@ def attention_delta(
     do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
     out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, VECTOR, True)
     dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
-    delta = tl.sum(out.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
+    out = operand(out, EMULATE_BF16).to(tl.float32)
+    dO = operand(dO, EMULATE_BF16).to(tl.float32)
+    delta = tl.sum(out * dO, 1)  # [BM]
     if HAS_DLSE:
         dlse_base = head_base(DLse, b, stride_dlb, h, stride_dlh, 1)
         delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)

@@ -63,6 +63,7 @@ def backward(
                 *(d_lse.stride() if d_lse is not None else (0, 0, 0)),
                 Hq, Sq, DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,
                 HAS_DLSE=d_lse is not None, VECTOR=_vector(out, d_out),
+                EMULATE_BF16=arithmetic["EMULATE_BF16"],
             )  # fmt: skip
         if dk.numel() or dv.numel():
             tile = tiles.dkdv

@@ -18,10 +18,11 @@ def operand(x, EMULATE_BF16: tl.constexpr):
     """A loaded tile as an operand of a product: as it is, but bfloat16 raised where it is interpreted.
 
     The interpreter multiplies the bit patterns of bfloat16 operands. float32 holds the same values, and
-    products of them are exact there as on a tensor core.
+    products of them are exact there as on a tensor core. The bits are moved by hand: the interpreter's
+    cast is wrong for subnormal numbers.
     """
     if EMULATE_BF16:
-        return x.to(tl.float32)
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x
 
@@ -31,7 +32,7 @@ def rounded(x, DTYPE: tl.constexpr, EMULATE_BF16: tl.constexpr):
     """A float32 tile rounded to DTYPE, to nearest, ties to even.
 
     The interpreter truncates when it casts to bfloat16: there the bits are rounded by hand, and the
-    tile stays float32 with bfloat16's values, which a cast then keeps.
+    tile stays float32 with bfloat16's values.
     """
     if EMULATE_BF16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -88,7 +89,9 @@ def store_tile(pointers, x, rows, n_rows, DIM: tl.constexpr, BLOCK_DIM: tl.const
     """A float32 tile [len(rows), BLOCK_DIM], rounded to the dtype of the memory, up to n_rows and DIM."""
     mask = (rows < n_rows)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     x = rounded(x, pointers.dtype.element_ty, EMULATE_BF16)
-    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+    if EMULATE_BF16:
+        x = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    tl.store(pointers, x, mask=mask)
 
 
 @triton.jit

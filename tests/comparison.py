@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -109,7 +111,7 @@ def compare(
 def replay(case: Case, implementation: Implementation, path: str) -> str:
     """The line that repeats a comparison on this machine."""
     words = [f"{name}={value}" for name, value in environment(path).items()]
-    words += ["python", "-m", "pytest", "tests/test_references.py"]
+    words += ["python", "-m", "pytest", os.path.relpath(Path(__file__).with_name("test_references.py"))]
     if implementation.name != OWN:
         words += ["--impl", implementation.name]
     return shlex.join([*words, "--case", case.id])

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class Claims:
     lse_grad: bool = False
     strided: bool = False
     rounding: Rounding = OURS
+
+    def narrowed(self, case: Case) -> Case:
+        """The case without the gradients that are not claimed: its forward is worth testing."""
+        grad = case.grad if self.backward else "none"
+        return replace(case, grad=grad, d_lse=case.d_lse and self.lse_grad and grad != "none")
 
     def refusal(self, case: Case) -> str:
         """Why a case lies outside of the claims; empty if it lies inside."""
@@ -142,6 +147,7 @@ def _module(source: str, spec: str) -> Any:
         if not path.is_file():
             raise ImplementationError(f"--impl is {spec!r}: there is no file {path}")
         name = f"implementation_under_test_{path.stem}"
+        sys.path.insert(0, str(path.parent))  # it may import its neighbours
         found = importlib.util.spec_from_file_location(name, path)
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference.budget import FLUSHED
-from reference.oracle import Estimate, Result
+from reference.error_model import Estimate
+from reference.oracle import Result
 from reports.records import TensorSummary, Verdict
 
 from .cases import Case

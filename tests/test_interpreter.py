@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.numerics import rounded
+from kernels.numerics import operand, store_tile
 
 from .session import interpreted
 
@@ -25,9 +25,16 @@ def multiply(A, B, C):
 
 
 @triton.jit
-def round_to_bfloat16(X, Y):
+def round_and_store(X, Y):
     at = tl.arange(0, 1024)
-    tl.store(Y + at, rounded(tl.load(X + at), tl.bfloat16, True).to(tl.bfloat16))
+    x = tl.load(X + at)[:, None]
+    store_tile(Y + at[:, None], x, at, 1024, 1, 1, True)
+
+
+@triton.jit
+def load_and_raise(X, Y):
+    at = tl.arange(0, 65536)
+    tl.store(Y + at, operand(tl.load(X + at), True))
 
 
 def product_error(dtype: torch.dtype) -> float:
@@ -49,17 +56,29 @@ def test_products_of_bfloat16_are_right() -> None:
     assert product_error(torch.bfloat16) < 1e-5
 
 
-def test_our_rounding_to_bfloat16_is_that_of_pytorch() -> None:
+def test_we_round_to_bfloat16_as_pytorch_does() -> None:
     """To nearest, ties to even; subnormal numbers, infinities and NaN included."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (1024,), generator=generator).to(torch.int32)
     x = bits.view(torch.float32)
     halves = torch.arange(256, dtype=torch.int32) * 0x8000 + 0x3F800000  # every midpoint in [1, 2)
     x[:256] = halves.view(torch.float32)
-    x[256:260] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
+    x[256:512] = (bits[256:512] & 0x807FFFFF).view(torch.float32)  # subnormal
+    x[512:516] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
     y = torch.empty(1024, dtype=torch.bfloat16)
-    round_to_bfloat16[(1,)](x, y)
-    expected = x.bfloat16()
-    assert torch.equal(y.isnan(), expected.isnan())
+    round_and_store[(1,)](x, y)
+    assert_same(y, x.bfloat16())
+
+
+def test_we_raise_every_bfloat16_to_the_same_float32() -> None:
+    x = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    y = torch.empty(65536)
+    load_and_raise[(1,)](x, y)
+    assert_same(y, x.float())
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    integers = {2: torch.int16, 4: torch.int32}[found.element_size()]
     number = ~expected.isnan()
-    assert torch.equal(y.view(torch.int16)[number], expected.view(torch.int16)[number])
+    assert torch.equal(found.isnan(), ~number)
+    assert torch.equal(found.view(integers)[number], expected.view(integers)[number])

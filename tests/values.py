@@ -7,6 +7,7 @@ generator, logarithm or cosine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,7 +132,7 @@ def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
             q, k = np.abs(q) + 0.25, -np.abs(k) - 0.25
         case "very-negative":
             # k a few steps of the dtype above a constant, so that the softmax is not one-hot
-            size = np.round((60000 / D**0.5) ** 0.5)
+            size = np.round(math.sqrt(60000 / math.sqrt(D)))
             step = {"float16": 2.0**-4, "bfloat16": 0.5, "float32": 2.0**-6}[case.dtype]
             changed = _uniform(case, "k", k.shape, 3) < 2 / D
             q, k = np.full_like(q, size), -size + step * changed
@@ -139,7 +140,7 @@ def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
             direction = np.sign(_uniform(case, "q", (D,), 4) - 0.5)
             ramp = np.arange(Sk)[:, None] / max(Sk, 1)
             q = 0.5 * q + direction
-            k = 0.5 * k + 16 * ramp * direction / D**0.5
+            k = 0.5 * k + 16 * ramp * direction / math.sqrt(D)
         case "mean":
             v, d_out = 1 + 0.1 * v, 1 + 0.1 * d_out
         case "exact":
@@ -162,7 +163,7 @@ def _one_hot(case: Case) -> tuple[Array, Array]:
     if Sk == 0 or scale == 0:
         return q, k
     width = min(max(1, (Sk - 1).bit_length()), D)
-    amplitude = np.ceil((52 / (scale * (D // width))) ** 0.5)
+    amplitude = math.ceil(math.sqrt(52 / (scale * (D // width))))
     bits = np.arange(Sk)[:, None] >> (np.arange(D) % width) & 1  # [Sk, D]
     codes = amplitude * (2.0 * bits - 1)
     k[:] = codes
