@@ -30,11 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA
     worker = hasattr(config, "workerinput")
-    if not worker:  # workers share the cores; they inherit this before they import NumPy
-        for library in ("OMP", "OPENBLAS", "MKL"):
-            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     import torch
 
+    if not worker and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+        for library in ("OMP", "OPENBLAS", "MKL"):  # workers share the cores; they inherit this
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     gpu = torch.cuda.is_available()
     if config.option.require_gpu and not worker:
         _require_gpu(gpu)
@@ -63,8 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.interpreter import patch_once_per_launch
 
         patch_once_per_launch()
-    if worker:
-        torch.set_num_threads(1)
     name = config.workerinput["workerid"] if worker else "main"  # type: ignore[attr-defined]
     config.stash[SESSION] = session.Session(options.impl, name)
     try:

@@ -117,18 +117,19 @@ class _Tensor:
         better = (z**2).sum((-1, -2)).argmin(0)  # (B, H)
         return np.take_along_axis(z, better[None, :, :, None, None], 0)[0]
 
-    def _repetition(self) -> float:
-        """How much the errors of different rows are one error, repeated: 0 to 1.
+    def _repetition(self) -> Array:
+        """How much the errors of different rows of a head are one error, repeated: 0 to 1, (B, H).
 
         Values that lie within a step of each other are rounded by the same amount. For values that
         differ by N(0, 2 s^2) steps the correlation of the errors is exp(-4 pi^2 s^2), the first term
         of the Fourier series of a rounding error; it counts by the last rounding's share in the variance.
         """
+        heads = self.cells.shape[:2]
         if self.tied:
-            return 1.0
+            return np.ones(heads)
         e, dtype = self.rows, self.oracle.dtype
         if self.name == "lse" or not self.compared.any():
-            return 0.0
+            return np.zeros(heads)
         seen = self.compared.astype(float)
         count = np.maximum(seen.sum(2), 1)  # (B, H, D)
         value = np.where(self.compared, e.value, 0.0)
@@ -138,7 +139,7 @@ class _Tensor:
         step = 2 * (seen * half_step).sum(2) / count
         share = (seen * half_step**2 / 3 / e.sigma**2).sum(2) / count
         correlation = np.exp(-((2 * np.pi * spread / np.maximum(step, 1e-300)) ** 2)) * np.minimum(share, 1)
-        return float(np.where(seen.sum(2) > 1, correlation, 0.0).max())
+        return np.where(seen.sum(2) > 1, correlation, 0.0).max(-1)
 
     # ------------------------------------------------------------------ verdicts
 
@@ -150,14 +151,16 @@ class _Tensor:
         found += self._exact()
         return found
 
-    def _verdict(self, rule: str, statistic: float, limit: float, flat: int,
+    def _verdict(self, rule: str, statistic: float, limit: float, flat: int | None,
                  reference: str = "oracle", note: str = "") -> Verdict:  # fmt: skip
         return Verdict(
             self.name, reference, rule, bool(statistic <= limit), float(statistic), float(limit),
             self._where(flat), note,
         )  # fmt: skip
 
-    def _where(self, flat: int) -> tuple[int, ...]:
+    def _where(self, flat: int | None) -> tuple[int, ...] | None:
+        if flat is None:  # of the whole tensor
+            return None
         index = tuple(int(i) for i in np.unravel_index(flat, self.cells.shape))
         return index[:-1] if self.name == "lse" else index
 
@@ -207,32 +210,32 @@ class _Tensor:
         concentration = np.where(self.tied, 1.0, self.rows.concentration)
         weighted = np.where(count > 0, concentration, 0.0)
         tiles = np.arange(0, S, TILE_ROWS)
+        repeats = self.repetition[:, :, None]
         groups = {
-            "rms z by row": (total, count, weighted),
-            "rms z by tile": tuple(
+            "rms z by row": (total, count, weighted, repeats),
+            "rms z by tile": (*(
                 reduce.reduceat(a, tiles, axis=2) for reduce, a in
                 ((np.add, total), (np.add, count), (np.maximum, weighted))
-            ),
-            "rms z by head": (total.sum(2), count.sum(2), weighted.max(2)),
-            "rms z": (total.sum(), count.sum(), weighted.max()),
+            ), repeats),
+            "rms z by head": (total.sum(2), count.sum(2), weighted.max(2), self.repetition),
+            "rms z": (total.sum(), count.sum(), weighted.max(), self.repetition.max()),
         }  # fmt: skip
         found = []
-        for rule, (squares, n, largest) in groups.items():
+        for rule, (squares, n, largest, repetition) in groups.items():
             squares, n, largest = np.atleast_1d(squares, n, largest)
             x = np.log((n > 0).sum() / FALSE_ALARM)
             rows = np.maximum(n / max(D, 1), 1)
-            share = largest * np.maximum(1 / rows, self.repetition)  # lambda of the group
+            share = largest * np.maximum(1 / rows, repetition)  # lambda of the group
             limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
-            limit = limit * (TIES if self.tied else 1)
             statistic = np.sqrt(squares / np.maximum(n, 1))
             worst = int((statistic / limit).argmax())
-            index = np.unravel_index(worst, statistic.shape)
-            step = TILE_ROWS if "tile" in rule else 1
-            place = [int(i) for i in index] if "z by" in rule else []
-            if len(place) == 3:
-                place[2] *= step
-            first = np.ravel_multi_index((*place, *(0 for _ in range(4 - len(place)))), (B, H, S, D))
-            found.append(self._verdict(rule, statistic.flat[worst], limit.flat[worst], int(first)))
+            place = [int(i) for i in np.unravel_index(worst, statistic.shape)]
+            if "tile" in rule:
+                place[2] *= TILE_ROWS
+            first = None
+            if "z by" in rule:
+                first = int(np.ravel_multi_index((*place, *(0 for _ in range(4 - len(place)))), (B, H, S, D)))
+            found.append(self._verdict(rule, statistic.flat[worst], limit.flat[worst], first))
         return found
 
     def _bias(self) -> list[Verdict]:
@@ -240,17 +243,16 @@ class _Tensor:
         # a value of a step or less has fewer places to go away from zero than towards it
         resolved = self.compared & (np.abs(self.rows.value) >= RESOLVED * self.oracle.dtype.eta)
         seen = resolved.any(-1)
-        rows = int(seen.sum())
-        if self.tied or rows < 2:  # the errors of rows are one error, repeated
+        if self.tied or seen.sum() < 2:  # the errors of rows are one error, repeated
             return []
-        signed = np.where(resolved, self.z * np.sign(self.rows.value), 0.0)
-        per_row = (signed.sum(-1) / np.maximum(resolved.sum(-1), 1))[seen]
-        predicted = np.sqrt(self.rows.concentration[seen].max() * max(1 / rows, self.repetition))
-        measured = per_row.std() / np.sqrt(rows)
-        deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM)) * max(predicted, measured)
-        mean = float(signed.sum() / resolved.sum())
+        count = resolved.sum(-1)[seen]  # by row
+        eigenvalue = np.minimum(count, self.rows.concentration[seen] * self.z.shape[-1])
+        of_row = count * eigenvalue  # variance of a row's sum of z, at most
+        variance = max(of_row.sum(), self.repetition.max() * np.sqrt(of_row).sum() ** 2)
+        deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM) * variance) / count.sum()
+        mean = float(np.where(resolved, self.z * np.sign(self.rows.value), 0.0).sum() / count.sum())
         note = "away from zero" if mean > 0 else "towards zero"
-        return [self._verdict("bias", abs(mean), BIAS + deviation, 0, note=note)]
+        return [self._verdict("bias", abs(mean), BIAS + deviation, None, note=note)]
 
     def _exact(self) -> list[Verdict]:
         """What must come out bit for bit."""
@@ -325,8 +327,8 @@ class _Tensor:
         with np.errstate(invalid="ignore"):
             z = np.where(known, (self.cells - r) / self.rows.sigma_emulation, 0.0)
         x = np.log(1 / FALSE_ALARM)
-        share = max(1 / rows, self.repetition)
-        limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x) * (TIES if self.tied else 1)
+        share = max(1 / rows, self.repetition.max())
+        limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
         statistic = np.sqrt((z**2).sum() / known.sum())
         return [self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]
 

@@ -159,6 +159,18 @@ def test_rounding_to_nearest_is_no_bias_even_of_values_of(steps: float) -> None:
     assert not broken_rules(verdicts), told(verdicts)
 
 
+def test_a_single_value_above_that_in_each_of_a_few_rows_is_no_bias() -> None:
+    """The mean of three errors is not that of three rows of errors."""
+    half = DTYPES["float16"]
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        value = rng.standard_normal((1, 1, 3, 128)) * 2 * half.eta
+        value[..., 0] = rng.uniform(10, 40, 3) * half.eta
+        e = made_up(value.shape, value=value, sigma=np.full(value.shape, half.eta / 3**0.5), bound=1e9)
+        verdicts, _ = judged(half.rounded(value), e, dtype="float16")
+        assert not broken_rules(verdicts), told(verdicts)
+
+
 def test_a_wrong_lse_is_placed_by_row() -> None:
     e = made_up(SHAPE[:3])
     verdicts, _ = judged(off(e, np.s_[1, 0, 300], 20), e, name="lse")
