@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 SEED = "FA_SEED"
+OWN = "triton"
 
 IMPL = "implementation under test: triton (default), module:callable or path/file.py:callable"
 CASE = "run only this case (may be given several times)"
@@ -20,7 +21,7 @@ REQUIRE_GPU = "fail unless everything runs on a GPU of compute capability 8.0 or
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attention")
-    group.addoption("--impl", default="triton", metavar="SPEC", help=IMPL)
+    group.addoption("--impl", default=OWN, metavar="SPEC", help=IMPL)
     group.addoption("--case", action="append", default=[], metavar="ID", help=CASE)
     group.addoption("--profile", default="dev", metavar="NAME", help=PROFILE)
     group.addoption("--examples", default=None, metavar="N", help=EXAMPLES)
@@ -79,11 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --case what is named test_replay runs and nothing else; without it, all the rest."""
-    replays = [item for item in items if item.name.startswith("test_replay[")]
-    others = [item for item in items if not item.name.startswith("test_replay[")]
-    items[:], left_out = (replays, others) if config.option.case else (others, replays)
-    config.hook.pytest_deselected(items=left_out)
+    """With --case only the replay runs; with --impl only what is about the implementation; corpus first."""
+
+    def runs(item: pytest.Item) -> bool:
+        if item.name.startswith("test_replay[") or config.option.case:
+            return item.name.startswith("test_replay[") and bool(config.option.case)
+        return config.option.impl == OWN or item.path.name == "test_references.py"
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = sorted(filter(runs, items), key=lambda item: not item.name.startswith("test_corpus["))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,13 +2,13 @@
 
 Products of 16-bit operands are exact in float32 and are summed in float32; P and dS are rounded to the
 dtype of the inputs before they enter the second product; results are rounded once more when stored.
-Symbols, used with the same names in `oracle`:
+Symbols, and what they are called in `error_model`:
 
-    a       2^-24, half an ulp of 1 in float32
-    u       half an ulp of 1 in the dtype of the inputs (float32 inputs: P and dS are not rounded, u = 0)
-    h(x)    half a step of that dtype at x: a rounding error is uniform on [-h, h], variance h^2 / 3
-    c_n     standard deviation of a float32 sum of n terms, relative to the sum of their magnitudes
-    beta_n  a tensor core truncates its sums: they come out low by up to n 2^-26, all in step
+    a       A            2^-24, half an ulp of 1 in float32
+    u       Dtype.u      half an ulp of 1 in the dtype of the inputs (float32: P and dS are not rounded)
+    h(x)    half_step    half a step of that dtype at x: a rounding error is uniform on [-h, h]
+    c_n     sum_sigma    standard deviation of a float32 sum of n terms, relative to their magnitudes
+    beta_n  truncation   a tensor core truncates its sums: they come out low by up to n 2^-26, in step
 
 Sources: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., sections 2.2 and 4.2 (bounds);
 Blanchard, Higham, Lopez, Mary, Pranesh, SIAM J. Sci. Comput. 42(3), 2020 (tensor cores); the
@@ -78,13 +78,10 @@ class Rounding:
     Attributes:
         p_rounded_before_ds: dS is formed from P already rounded to the dtype of the inputs.
         l_from_rounded_p: the row sum l is taken of the rounded P.
-        heads_rounded_before_group_sum: dk and dv of every query head are rounded before the sum over
-            the query heads that share a KV head.
     """
 
     p_rounded_before_ds: bool = False
     l_from_rounded_p: bool = False
-    heads_rounded_before_group_sum: bool = False
 
 
 def sum_sigma(n: int) -> float:

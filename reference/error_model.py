@@ -83,13 +83,10 @@ class ErrorModel:
         dtype: of the inputs and outputs.
         rounding: where the kernel rounds.
         scale: of the scores.
-        group: query heads a KV head.
     """
 
-    def __init__(self, dtype: Dtype, rounding: Rounding, scale: float, group: int) -> None:
+    def __init__(self, dtype: Dtype, rounding: Rounding, scale: float) -> None:
         self.dtype, self.rounding, self.scale = dtype, rounding, scale
-        self.stored_heads = group if rounding.heads_rounded_before_group_sum else 1
-        """How many times dk and dv are rounded: per query head of the group, or once."""
 
     # ------------------------------------------------------------------ forward
 
@@ -242,7 +239,7 @@ class ErrorModel:
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
         # fp16: beyond this a rounded dS is infinite
-        reach = np.maximum(1, abs(scale)) * t.size + t.dS_bound
+        reach = max(1.0, abs(scale)) * (t.size + t.dS_bound)
         t.overflows = reach >= self.dtype.overflow
         t.alternatives = [self._dS_alternatives(t, delta) for delta in r.deltas]
 
@@ -296,7 +293,7 @@ class ErrorModel:
         terms = _T(t.size) @ Q
         per_row = _T(t.dS_variance + (t.P * r.delta_sigma[..., None]) ** 2)
         summed = (sum_sigma(n) * terms) ** 2
-        last = self.stored_heads * d.half_step(dk) ** 2 / 3
+        last = d.half_step(dk) ** 2 / 3
         variance = scale**2 * (per_row @ Q2 + summed) + last
         b0 = abs(scale) * (
             _T(t.dS_bound) @ Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ Q)
@@ -309,7 +306,7 @@ class ErrorModel:
         delta = _T((t.P * r.delta_sigma[..., None]) ** 2)
         return SimpleNamespace(
             value=dk,
-            bound=b0 + self.stored_heads * (d.u * (np.abs(dk) + b0) + d.eta),
+            bound=b0 + d.u * (np.abs(dk) + b0) + d.eta,
             sigma=np.sqrt(variance),
             low=np.stack([low for low, _ in sides]),
             high=np.stack([high for _, high in sides]),
@@ -327,7 +324,7 @@ class ErrorModel:
         terms = _T(t.P) @ dO
         per_row = _T(t.hP**2 / 3 + (t.P * t.p_sigma + FLUSHED) ** 2)
         summed = (sum_sigma(n) * terms) ** 2
-        last = self.stored_heads * d.half_step(dv) ** 2 / 3
+        last = d.half_step(dv) ** 2 / 3
         variance = per_row @ dO2 + summed + last
         error = t.hP + t.P * t.p_bound + FLUSHED
         b0 = _T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO)
@@ -336,7 +333,7 @@ class ErrorModel:
         flips = flip_variance(t.hP, t.P * t.p_sigma + FLUSHED)
         return SimpleNamespace(
             value=dv,
-            bound=b0 + self.stored_heads * (d.u * (np.abs(dv) + b0) + d.eta),
+            bound=b0 + d.u * (np.abs(dv) + b0) + d.eta,
             sigma=np.sqrt(variance),
             low=low[None],
             high=high[None],

@@ -165,10 +165,14 @@ class _Problem:
             scale=scale,
             last_key=np.maximum(last_key, -1),
             dtype=DTYPES[dtype],
-            model=ErrorModel(DTYPES[dtype], rounding or Rounding(), scale, Hq // Hkv),
+            model=ErrorModel(DTYPES[dtype], rounding or Rounding(), scale),
             heads=(B, Hq, Hkv),
         )
         x._set_aside_nonfinite_values()
+        if x.d_out is not None and x.d_lse is not None:  # a dead row adds nothing, whatever they hold there
+            live = x.last_key >= 0
+            x.d_out = np.where(live[:, None], x.d_out, 0.0)
+            x.d_lse = np.where(live, x.d_lse, 0.0)
         return x
 
     def _set_aside_nonfinite_values(self) -> None:

@@ -22,7 +22,7 @@ REGIMES = {
     "tiny": "inputs of 1/16, values and gradients near float16's subnormal numbers",
     "outliers": "N(0, 1) + N(0, 100) Bernoulli(0.001)",
     "equal": "all keys equal, so that all scores of a row are",
-    "near-tied": "keys in pairs that differ in the last bit, scores of +-40",
+    "near-tied": "keys in pairs a factor of 1 + 2**-10 apart (equal in bfloat16), scores of +-40",
     "negative": "q > 0 and k < 0: every score clearly negative",
     "very-negative": "every score near -60000",
     "growing": "scores that grow with the key: the running maximum changes in every tile",
@@ -30,9 +30,6 @@ REGIMES = {
     "exact": "one-hot rows of small integers: the result is exact in every dtype",
 }
 """Value regimes and what they are."""
-
-TIED = frozenset({"equal", "near-tied", "very-negative", "exact"})
-"""Regimes with few distinct scores: rounding errors repeat instead of averaging out."""
 
 LAYOUTS = {
     "bhsd": "contiguous",
@@ -114,9 +111,15 @@ class Case:
         return self.dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def tied(self) -> bool:
-        """Whether scores repeat, and rounding errors with them."""
-        return self.values in TIED or self.effective_scale == 0
+    def equal_scores(self) -> bool:
+        """Whether all scores of a row are equal: P is then the same in rows that see as many keys."""
+        return self.values == "equal" or self.effective_scale == 0
+
+    @property
+    def few_magnitudes(self) -> bool:
+        """Whether the elements of q and k share their magnitude: those of dq and dk are then few, and are
+        rounded by the same amount."""
+        return self.values in ("exact", "very-negative")
 
     @property
     def exact(self) -> bool:

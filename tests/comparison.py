@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,20 +82,20 @@ def compare(
     with clock("sdpa"):
         in_float64 = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale))
         in_own = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale, dtype=inputs.q.dtype))
-    emulated = None
-    if implementation.tiles is not None and "out" in results and case.dtype != "float32":
-        with clock("emulation"):
-            emulated = _arrays(
-                emulation.attention(
-                    *tensors,
-                    causal=case.causal,
-                    scale=case.scale,
-                    tiles=implementation.tiles(case, device),
-                    out_given=torch.from_numpy(results["out"]).to(inputs.q.dtype),
-                )
+    tiles = (
+        implementation.tiles(case, device) if implementation.tiles is not None else emulation.DEFAULT_TILES
+    )
+    out_given = torch.from_numpy(results["out"]).to(inputs.q.dtype) if "out" in results else None
+    with clock("emulation"):
+        emulated = _arrays(
+            emulation.attention(
+                *tensors, causal=case.causal, scale=case.scale, tiles=tiles, out_given=out_given
             )
+        )
     with clock("judge"):
-        judged, summaries = judge(case, results, exact, in_float64, emulated, in_own)
+        judged, summaries = judge(
+            case, results, exact, in_float64, emulated, implementation.tiles is not None, in_own
+        )
     verdicts += judged
 
     elements = sum(summary.elements for summary in summaries.values())
@@ -111,10 +113,17 @@ def compare(
 def replay(case: Case, implementation: Implementation, path: str) -> str:
     """The line that repeats a comparison on this machine."""
     words = [f"{name}={value}" for name, value in environment(path).items()]
-    words += ["python", "-m", "pytest", os.path.relpath(Path(__file__).with_name("test_references.py"))]
+    words += [_python(), "-m", "pytest", os.path.relpath(Path(__file__).with_name("test_references.py"))]
     if implementation.name != OWN:
         words += ["--impl", implementation.name]
     return shlex.join([*words, "--case", case.id])
+
+
+def _python() -> str:
+    """This Python, which has what the suite needs, as the caller would write it."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    return min(sys.executable, os.path.relpath(sys.executable), key=len)
 
 
 def explain(record: Record) -> str:

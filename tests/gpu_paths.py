@@ -133,7 +133,7 @@ def code_paths(gpus: Iterable[Gpu], override_arch: str | None) -> list[CodePath]
 def workers(gpus: Iterable[Gpu]) -> int:
     """What `-n auto` means on a GPU: more processes than its memory holds fail in ways that look
     like faults of a kernel."""
-    fit = sum(gpu.memory // (GIB_A_WORKER * GIB) for gpu in gpus)
+    fit = min(gpu.memory // (GIB_A_WORKER * GIB) for gpu in gpus)  # all of them use the same GPU
     return max(1, min(fit, len(os.sched_getaffinity(0))))
 
 

@@ -2,8 +2,8 @@
 
 Every element x is judged against its own budget from the float64 oracle: a hard bound B on |x - r|, a
 standard deviation sigma, and an interval of legal alternatives to r (`reference.oracle.Estimate`).
-z is the distance to that interval in units of sigma. No tolerance is tuned here; the only free number
-is `FALSE_ALARM`. The statistics:
+z is the distance to that interval in units of sigma. The limits follow from `FALSE_ALARM` and the laws
+below; the constants beside it say what they stand for. The statistics:
 
     a rounding error is uniform, hence strictly sub-Gaussian, so max |z| of N elements exceeds
     t = sqrt(2 ln(2 N / alpha)) with probability alpha at most;
@@ -47,10 +47,6 @@ ROWS_FOR_EMULATION = 16
 AGREEMENT = 1e-12
 """Relative error of float64 references among themselves."""
 
-TIES = 3**0.5
-"""Where few values repeat, a rounding error is not uniform: it may be +-h in every element, whose
-standard deviation is sqrt(3) that of the uniform distribution."""
-
 
 def judge(
     case: Case,
@@ -58,6 +54,7 @@ def judge(
     oracle: Result,
     sdpa: Mapping[str, Array],
     emulation: Mapping[str, Array] | None,
+    same_tiles: bool = True,
     own_precision: Mapping[str, Array] | None = None,
 ) -> tuple[list[Verdict], dict[str, TensorSummary]]:
     """Judges all tensors of a comparison against all references.
@@ -67,8 +64,8 @@ def judge(
         results: the implementation's tensors by name ("out", "lse", "dq", "dk", "dv"), float64.
         oracle: exact values and budget.
         sdpa: the same tensors from SDPA MATH in float64.
-        emulation: the same from the emulation with the implementation's tiles, before the last
-            rounding; None if the implementation's tiles or roundings are not known.
+        emulation: the same from the emulation, before the last rounding; None leaves it out.
+        same_tiles: whether it had the implementation's own tiles and roundings.
         own_precision: the same from SDPA MATH in the dtype of the inputs, for FlashAttention-2's rule.
 
     Returns:
@@ -80,8 +77,8 @@ def judge(
         tensor = _Tensor(name, x, getattr(oracle, name), case, oracle)
         verdicts += tensor.verdicts()
         verdicts += tensor.against_sdpa(sdpa[name])
-        if emulation is not None and case.dtype != "float32":
-            verdicts += tensor.against_emulation(emulation[name])
+        if emulation is not None:
+            verdicts += tensor.against_emulation(emulation[name], same_tiles)
         p = own_precision[name] if own_precision is not None else None
         summaries[name] = tensor.summary(p)
     return verdicts, summaries
@@ -91,9 +88,7 @@ class _Tensor:
     """One tensor of a comparison; rows are its leading three dimensions."""
 
     def __init__(self, name: str, x: Array, e: Estimate, case: Case, oracle: Result) -> None:
-        self.name, self.e, self.case, self.oracle = name, e, case, oracle
-        self.tied = case.tied
-        self.x = x
+        self.name, self.case, self.oracle = name, case, oracle
         if name == "lse":  # a row of one element
             e = Estimate(**{
                 field: v if field in ("concentration", "powerless", "nonfinite") else v[..., None]
@@ -101,6 +96,7 @@ class _Tensor:
             })  # fmt: skip
             x = x[..., None]
         self.cells, self.rows = x, e
+        self.concentration = np.where(case.few_magnitudes, 1.0, e.concentration)
         self.judged = np.broadcast_to(~e.powerless[..., None] & ~e.nonfinite[..., None], x.shape)
         finite = np.isfinite(x) & np.isfinite(e.value)
         self.compared = self.judged & finite
@@ -125,7 +121,7 @@ class _Tensor:
         of the Fourier series of a rounding error; it counts by the last rounding's share in the variance.
         """
         heads = self.cells.shape[:2]
-        if self.tied:
+        if self.case.few_magnitudes:
             return np.ones(heads)
         e, dtype = self.rows, self.oracle.dtype
         if self.name == "lse" or not self.compared.any():
@@ -199,7 +195,7 @@ class _Tensor:
         z = np.abs(self.z)
         worst = int(z.argmax())
         n = int(self.compared.sum())
-        limit = np.sqrt(2 * np.log(2 * n / FALSE_ALARM)) * (TIES if self.tied else 1)
+        limit = np.sqrt(2 * np.log(2 * n / FALSE_ALARM))
         return self._verdict("largest z", z.flat[worst], limit, worst, note=self._values(worst))
 
     def _root_mean_squares(self) -> list[Verdict]:
@@ -207,8 +203,7 @@ class _Tensor:
         B, H, S, D = self.z.shape
         count = self.compared.sum(-1)  # (B, H, S)
         total = (self.z**2).sum(-1)
-        concentration = np.where(self.tied, 1.0, self.rows.concentration)
-        weighted = np.where(count > 0, concentration, 0.0)
+        weighted = np.where(count > 0, self.concentration, 0.0)
         tiles = np.arange(0, S, TILE_ROWS)
         repeats = self.repetition[:, :, None]
         groups = {
@@ -243,10 +238,11 @@ class _Tensor:
         # a value of a step or less has fewer places to go away from zero than towards it
         resolved = self.compared & (np.abs(self.rows.value) >= RESOLVED * self.oracle.dtype.eta)
         seen = resolved.any(-1)
-        if self.tied or seen.sum() < 2:  # the errors of rows are one error, repeated
+        repeated = self.case.equal_scores or self.case.few_magnitudes  # the errors of rows are one error
+        if repeated or seen.sum() < 2:
             return []
         count = resolved.sum(-1)[seen]  # by row
-        eigenvalue = np.minimum(count, self.rows.concentration[seen] * self.z.shape[-1])
+        eigenvalue = np.minimum(count, self.concentration[seen] * self.z.shape[-1])
         of_row = count * eigenvalue  # variance of a row's sum of z, at most
         variance = max(of_row.sum(), self.repetition.max() * np.sqrt(of_row).sum() ** 2)
         deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM) * variance) / count.sum()
@@ -259,7 +255,7 @@ class _Tensor:
         found = []
         # an exact value is one of float32's; what float64 has left of exp(-104) is not part of it
         value = np.where(np.abs(self.rows.value) < FLUSHED, 0.0, self.rows.value)
-        different = self.judged & (self.cells != value.astype(np.float32))
+        different = self.judged & (self.cells != self.oracle.dtype.rounded(value))
         if self.name == "out":
             one_key = (self.oracle.visible_keys == 1)[..., None] & self.judged
             if one_key.any():
@@ -314,23 +310,30 @@ class _Tensor:
             found.append(self._verdict("hard bound", use.flat[worst], 1.0 + 1e-6, worst, "sdpa"))
         return found
 
-    def against_emulation(self, emulated: Array) -> list[Verdict]:
-        """Root mean square over the tensor, about a value that was rounded where the kernel rounds.
+    def against_emulation(self, emulated: Array, same_tiles: bool) -> list[Verdict]:
+        """Twice the hard bound about a value that was computed as the kernel does, but for the last rounding.
 
-        What remains is the last rounding, and P or dS that fell on the other side of a midpoint.
+        In 16 bit, if P and dS were rounded in the same tiles, also the root mean square over the tensor:
+        what remains is the last rounding, and P or dS that fell on the other side of a midpoint.
         """
         r = emulated[..., None] if self.name == "lse" else emulated
         known = self.compared & np.isfinite(r)
         rows = int(known.any(-1).sum())
-        if self.name == "lse" or rows < ROWS_FOR_EMULATION:
+        if rows == 0:
             return []
+        with np.errstate(invalid="ignore"):
+            use = np.where(known, np.abs(self.cells - r), 0.0) / self.rows.bound
+        worst = int(use.argmax())
+        found = [self._verdict("twice the hard bound", use.flat[worst], 2.0, worst, "emulation")]
+        if not same_tiles or self.name == "lse" or self.case.dtype == "float32" or rows < ROWS_FOR_EMULATION:
+            return found
         with np.errstate(invalid="ignore"):
             z = np.where(known, (self.cells - r) / self.rows.sigma_emulation, 0.0)
         x = np.log(1 / FALSE_ALARM)
         share = max(1 / rows, self.repetition.max())
         limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
         statistic = np.sqrt((z**2).sum() / known.sum())
-        return [self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]
+        return [*found, self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]
 
     # ------------------------------------------------------------------ summary
 

@@ -206,14 +206,16 @@ def test_a_head_follows_one_hypothesis_throughout() -> None:
 
 
 @pytest.mark.parametrize("values", REGIMES)
-def test_half_a_step_everywhere_is_forgiven_only_where_scores_repeat(values: str) -> None:
+def test_half_a_step_everywhere_is_seen_and_as_a_bias_unless_rows_repeat(values: str) -> None:
     e = made_up()
     x = e.value + 3**0.5 * e.sigma * np.sign(e.value)
     verdicts, _ = judged(x, e, values=values, name="dq")
-    if Case(values=values).tied:
+    case = Case(values=values)
+    if case.few_magnitudes:  # there one error may be in all elements
         assert not broken_rules(verdicts), told(verdicts)
     else:
-        assert broken_rules(verdicts) == RMS - {"oracle: rms z by row"} | {"oracle: bias"}
+        bias = set() if case.equal_scores else {"oracle: bias"}
+        assert broken_rules(verdicts) == RMS - {"oracle: rms z by row"} | bias
     verdicts, _ = judged(off(e, np.s_[0, 0], 15), e, values=values, name="dq")
     assert broken_rules(verdicts) >= {"oracle: largest z", "oracle: rms z by row"}
 
@@ -405,4 +407,5 @@ def test_every_rule_is_applied() -> None:
         "oracle: finite where it should be", "oracle: largest z", "oracle: bias",
         "oracle: one visible key: out = v", "oracle: no visible key: 0", "oracle: exactly representable",
         "oracle: no contribution: 0", "sdpa: references agree", "emulation: rms z",
+        "emulation: twice the hard bound",
     }  # fmt: skip

@@ -171,7 +171,7 @@ def test_half_of_the_drawn_cases_span_two_tiles_both_ways(
         ("d_lse", (False, True)),
         ("batch", (1, 2, 3)),
         ("dead_rows", (False, True)),
-        ("tied", (False, True)),
+        ("equal_scores", (False, True)),
         ("exact", (False, True)),
     ],
 )
