@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.budget import FLUSHED
+from reference.budget import FLOAT32, FLUSHED
 from reference.error_model import Estimate
 from reference.oracle import Result
 from reports.records import TensorSummary, Verdict
@@ -345,9 +345,9 @@ class _Tensor:
             with np.errstate(invalid="ignore"):
                 theirs = np.where(self.compared & np.isfinite(p), np.abs(p - self.rows.value), 0.0).max()
             # p may be exact: then the rule needs a floor, here half an ulp of the largest value
-            floor = self.oracle.dtype.u * np.where(self.compared, np.abs(self.rows.value), 0.0).max()
-            scale = max(theirs, floor)
-            fa2 = float(self.error.max() / scale) if scale > 0 else None
+            dtype = FLOAT32 if self.name == "lse" else self.oracle.dtype
+            floor = dtype.u * np.where(self.compared, np.abs(self.rows.value), 0.0).max()
+            fa2 = float(self.error.max() / max(theirs, floor, dtype.eta))
         return TensorSummary(
             elements=self.cells.size,
             judged=int(self.judged.sum()),
