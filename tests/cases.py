@@ -5,13 +5,18 @@ The id decodes back to the whole case, so that one line replays a failure anywhe
     b2_h4x2_s33x65_d64x32_float16_causal_scale=auto_normal_bshd_grad=qkv_dlse_seed7
 
 reads: batch 2, 4 query heads on 2 KV heads, 33 queries on 65 keys, head dimensions D = 64 and Dv = 32, ...
+
+A ragged batch has the queries x keys of each sequence instead, and the rows that lie past the last one:
+
+    b3_h4x2_r33x65+0x7+5x0_past2x1_d64x32_float16_causal_scale=auto_normal_bshd_grad=qkv_dlse_seed7
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32")
 GRADIENTS = ("none", "q", "k", "v", "qk", "qv", "kv", "qkv")
@@ -43,6 +48,9 @@ LAYOUTS = {
 }
 """Memory layouts and what they are. What lies beside the values is NaN."""
 
+SEED_STEP = 2654435761
+"""Between the seeds of the sequences of a ragged batch: odd, so that 2**32 sequences differ."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -50,7 +58,7 @@ class Case:
 
     Attributes:
         batch, heads_q, heads_kv: B, Hq, Hkv; Hq is a multiple of Hkv.
-        len_q, len_k: Sq, Sk.
+        len_q, len_k: Sq, Sk; of a ragged batch all rows, total_q and total_k.
         dim, dim_v: D, Dv.
         dtype: "float16", "bfloat16" or "float32".
         causal: aligned at the bottom right.
@@ -60,6 +68,9 @@ class Case:
         grad: which inputs require a gradient: "none" (forward only), "q", ..., "qkv".
         d_lse: whether a gradient flows into the lse too.
         seed: of the values, 0 to 2**32 - 1.
+        lengths: a ragged batch: (Sq, Sk) of each sequence; batch, len_q and len_k then follow from it.
+            None: a dense batch.
+        past: of a ragged batch, the rows of q and of k behind the last sequence.
     """
 
     batch: int = 1
@@ -77,8 +88,24 @@ class Case:
     grad: str = "qkv"
     d_lse: bool = False
     seed: int = 0
+    lengths: tuple[tuple[int, int], ...] | None = None
+    past: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        if self.lengths is not None:
+            if min((*self.past, *(n for pair in self.lengths for n in pair))) < 0:
+                raise ValueError(
+                    f"lengths are {self.lengths} and {self.past} past them; none may be negative"
+                )
+            totals = {
+                "batch": len(self.lengths),
+                "len_q": sum(q for q, _ in self.lengths) + self.past[0],
+                "len_k": sum(k for _, k in self.lengths) + self.past[1],
+            }
+            for name, value in totals.items():
+                object.__setattr__(self, name, value)
+        elif self.past != (0, 0):
+            raise ValueError(f"past is {self.past}; only a ragged batch has rows past its sequences")
         for name in ("batch", "len_q", "len_k", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -127,9 +154,29 @@ class Case:
         return self.values == "exact" and self.effective_scale != 0
 
     @property
+    def ragged(self) -> bool:
+        return self.lengths is not None
+
+    def sequences(self) -> list[Case]:
+        """The sequences of a ragged batch as dense cases of one batch entry: same values, other seeds."""
+        assert self.lengths is not None
+        return [
+            replace(self, lengths=None, past=(0, 0), batch=1, len_q=len_q, len_k=len_k,
+                    seed=(self.seed + number * SEED_STEP) % 2**32)
+            for number, (len_q, len_k) in enumerate(self.lengths)
+        ]  # fmt: skip
+
+    @property
     def dead_rows(self) -> bool:
-        """Whether some query sees no key."""
-        return self.len_q > 0 and (self.len_k == 0 or (self.causal and self.len_q > self.len_k))
+        """Whether some query of a sequence sees no key."""
+        pairs = ((self.len_q, self.len_k),) if self.lengths is None else self.lengths
+        return any(q > 0 and (k == 0 or (self.causal and q > k)) for q, k in pairs)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in the batch, no query or no key, or that in one of its sequences."""
+        pairs = ((self.len_q, self.len_k),) if self.lengths is None else self.lengths
+        return self.batch == 0 or any(0 in pair for pair in pairs)
 
     @property
     def id(self) -> str:
@@ -137,7 +184,9 @@ class Case:
             (
                 f"b{self.batch}",
                 f"h{self.heads_q}x{self.heads_kv}",
-                f"s{self.len_q}x{self.len_k}",
+                f"s{self.len_q}x{self.len_k}"
+                if self.lengths is None
+                else _ragged_id(self.lengths, self.past),
                 f"d{self.dim}x{self.dim_v}",
                 self.dtype,
                 "causal" if self.causal else "full",
@@ -161,20 +210,39 @@ class Case:
         dims = f"D {self.dim}" + ("" if self.dim == self.dim_v else f", Dv {self.dim_v}")
         scale = "default scale" if self.scale is None else f"scale {self.scale:g}"
         gradients = "forward only" if not self.backward else f"gradients of {', '.join(self.grad)}"
+        if self.lengths is None:
+            lengths = f"batch {self.batch}, {heads}, {self.len_q} queries on {self.len_k} keys"
+        else:
+            pairs = ", ".join(f"{q} on {k}" for q, k in self.lengths)
+            past = f", {self.past[0]} and {self.past[1]} rows past them" if any(self.past) else ""
+            lengths = (
+                f"ragged batch of {self.batch}, {heads}, queries on keys by sequence: {pairs or 'none'}{past}"
+            )
         return (
-            f"{self.dtype}, batch {self.batch}, {heads}, {self.len_q} queries on {self.len_k} keys,"
+            f"{self.dtype}, {lengths},"
             f" {dims}, {'causal' if self.causal else 'not causal'}, {scale}; values: {self.values}"
             f" ({REGIMES[self.values]}); memory: {LAYOUTS[self.layout]}; {gradients}"
             f"{', through lse too' if self.d_lse else ''}; seed {self.seed}"
         )
 
 
+def _ragged_id(lengths: tuple[tuple[int, int], ...], past: tuple[int, int]) -> str:
+    pairs = "+".join(f"{q}x{k}" for q, k in lengths)
+    return f"r{pairs}_past{past[0]}x{past[1]}"
+
+
 _PATTERN = re.compile(
-    r"b(?P<batch>\d+)_h(?P<heads_q>\d+)x(?P<heads_kv>\d+)_s(?P<len_q>\d+)x(?P<len_k>\d+)"
+    r"b(?P<batch>\d+)_h(?P<heads_q>\d+)x(?P<heads_kv>\d+)_"
+    r"(s(?P<len_q>\d+)x(?P<len_k>\d+)|r(?P<lengths>(\d+x\d+(\+\d+x\d+)*)?)_past(?P<past>\d+x\d+))"
     r"_d(?P<dim>\d+)x(?P<dim_v>\d+)_(?P<dtype>[a-z0-9]+)_(?P<causal>causal|full)"
     r"_scale=(?P<scale>[-+.e0-9a-z]+)_(?P<values>[-a-z]+)_(?P<layout>[a-z]+)_grad=(?P<grad>[a-z]+)"
     r"_(?P<d_lse>dlse|nodlse)_seed(?P<seed>\d+)"
 )
+
+
+def _pair(text: str) -> tuple[int, int]:
+    first, second = text.split("x")
+    return int(first), int(second)
 
 
 def parse_case(text: str) -> Case:
@@ -187,12 +255,18 @@ def parse_case(text: str) -> Case:
     if match is None:
         raise ValueError(f"case id is {text!r}; it must look like {Case().id}")
     part = match.groupdict()
-    numbers = {
-        name: int(part[name])
-        for name in (
-            "batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "dim_v", "seed"
-        )
-    }  # fmt: skip
+    names = ["batch", "heads_q", "heads_kv", "dim", "dim_v", "seed"]
+    numbers: dict[str, Any] = {}
+    if part["lengths"] is None:
+        names += ["len_q", "len_k"]
+    else:
+        numbers["lengths"] = tuple(map(_pair, filter(None, part["lengths"].split("+"))))
+        numbers["past"] = _pair(part["past"])
+        if len(numbers["lengths"]) != int(part["batch"]):
+            raise ValueError(
+                f"case id is {text!r}: b{part['batch']}, but there are {len(numbers['lengths'])} sequences"
+            )
+    numbers |= {name: int(part[name]) for name in names}
     try:
         scale = None if part["scale"] == "auto" else float(part["scale"])
         return Case(
