@@ -80,8 +80,8 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, causal, scale, allow_tf32):
-    B, Hq, Sq, _ = q.shape
-    return q.new_empty((B, Hq, Sq, v.shape[3])), q.new_empty((B, Hq, Sq), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty(launch.lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_backward", mutates_args=())

@@ -24,24 +24,26 @@ from .numerics import (
     store_tile,
     tile_pointers,
 )
+from .position import key_tile, query_tile
 
 
 @triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_delta(
-    Out, DOut, DLse, Delta,
+    Out, DOut, DLse, Delta, CuSeqlens,
     stride_ob, stride_oh, stride_om, stride_od,
     stride_dob, stride_doh, stride_dom, stride_dod,
-    stride_dlb, stride_dlh, stride_dlm,
-    Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    HAS_DLSE: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    stride_dlb, stride_dlh, stride_dlm, stride_lb, stride_lh,
+    Hq, Sq, batch, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+    RAGGED: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Delta (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
-    n_tiles = tl.cdiv(Sq, BM)
-    program = tl.program_id(0)
-    batch_head = program // n_tiles
-    b = (batch_head // Hq).to(tl.int64)
-    h = (batch_head % Hq).to(tl.int64)
-    rows = program % n_tiles * BM + tl.arange(0, BM)
+    """Delta (B, Hq, Sq), float32, its rows contiguous. Grid: B * Hq * ceil(Sq / BM).
+
+    A row need not know its sequence. Ragged: one batch entry of all rows, as far as there are sequences.
+    """
+    b, _, h, start_m, Sq, _ = query_tile(CuSeqlens, Hq, Sq, Sq, BM, False)
+    if RAGGED:
+        Sq = tl.minimum(Sq, tl.load(CuSeqlens + batch))
+    rows = start_m + tl.arange(0, BM)
 
     o_base = head_base(Out, b, stride_ob, h, stride_oh, VECTOR)
     do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
@@ -53,7 +55,7 @@ def attention_delta(
     if HAS_DLSE:
         dlse_base = head_base(DLse, b, stride_dlb, h, stride_dlh, 1)
         delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)
-    tl.store(Delta + batch_head.to(tl.int64) * Sq + rows, delta, mask=rows < Sq)
+    tl.store(head_base(Delta, b, stride_lb, h, stride_lh, 1) + rows, delta, mask=rows < Sq)
 
 
 @triton.jit
@@ -97,31 +99,28 @@ def gather_key_gradients(
 
 @triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_backward_dkdv(
-    Q, K, V, DOut, Lse, Delta, DK, DV_,
+    Q, K, V, DOut, Lse, Delta, DK, DV_, Tiles,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
-    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd, stride_lb, stride_lh,
     scale, Hkv, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    """dk (B, Hkv, Sk, D) and dv (B, Hkv, Sk, DV). Grid: B * Hkv * ceil(Sk / BN)."""
-    n_tiles = tl.cdiv(Sk, BN)
-    program = tl.program_id(0)
-    start_n = program % n_tiles * BN  # causal: the first keys have the most rows
-    b = (program // n_tiles // Hkv).to(tl.int64)
-    h_kv = (program // n_tiles % Hkv).to(tl.int64)
+    """DK (B, Hkv, Sk, D) and DV_ (B, Hkv, Sk, DV). Grid: B * Hkv * ceil(Sk / BN). Ragged: see `position`."""
+    b_q, b_k, h_kv, start_n, Sq, Sk = key_tile(Tiles, Hkv, Sq, Sk, BN, RAGGED)
     keys = start_n + tl.arange(0, BN)
 
-    k_base = head_base(K, b, stride_kb, h_kv, stride_kh, VECTOR)
-    v_base = head_base(V, b, stride_vb, h_kv, stride_vh, VECTOR)
-    k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, True)
+    k_base = head_base(K, b_k, stride_kb, h_kv, stride_kh, VECTOR)
+    v_base = head_base(V, b_k, stride_vb, h_kv, stride_vh, VECTOR)
+    k_rows = tl.where(Sq > 0, Sk, 0)  # what lies behind the last sequence is not read
+    k = load_tile(k_base, keys, stride_kn, stride_kd, k_rows, D, BLOCK_D, VECTOR, True)
     k = operand(k, EMULATE_BF16)
-    v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, True)
+    v = load_tile(v_base, keys, stride_vn, stride_vd, k_rows, DV, BLOCK_DV, VECTOR, True)
     v = operand(v, EMULATE_BF16)
     exponent_scale = scale * LOG2_E
 
@@ -139,20 +138,21 @@ def attention_backward_dkdv(
     dv = tl.zeros([BN, BLOCK_DV], tl.float32)
     for g in range(group):
         h = h_kv * group + g
-        q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
-        do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
-        row_base = (b * Hkv * group + h) * Sq
+        q_base = head_base(Q, b_q, stride_qb, h, stride_qh, VECTOR)
+        do_base = head_base(DOut, b_q, stride_dob, h, stride_doh, VECTOR)
+        lse_base = head_base(Lse, b_q, stride_lb, h, stride_lh, 1)
+        delta_base = head_base(Delta, b_q, stride_lb, h, stride_lh, 1)
         dk, dv = gather_key_gradients(
-            dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base,
             start, full, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
             D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
         dk, dv = gather_key_gradients(
-            dk, dv, k, v, q_base, do_base, Lse + row_base, Delta + row_base,
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base,
             full, Sq, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
             D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
-    dk_base = head_base(DK, b, stride_dkb, h_kv, stride_dkh, VECTOR)
-    dv_base = head_base(DV_, b, stride_dvb, h_kv, stride_dvh, VECTOR)
+    dk_base = head_base(DK, b_k, stride_dkb, h_kv, stride_dkh, VECTOR)
+    dv_base = head_base(DV_, b_k, stride_dvb, h_kv, stride_dvh, VECTOR)
     dk_pointers = tile_pointers(dk_base, keys, stride_dkn, stride_dkd, BLOCK_D, VECTOR)
     store_tile(dk_pointers, dk * scale, keys, Sk, D, BLOCK_D, EMULATE_BF16)
     dv_pointers = tile_pointers(dv_base, keys, stride_dvn, stride_dvd, BLOCK_DV, VECTOR)
@@ -187,37 +187,34 @@ def gather_query_gradients(
 
 @triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_backward_dq(
-    Q, K, V, DOut, Lse, Delta, DQ,
+    Q, K, V, DOut, Lse, Delta, DQ, Tiles,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_dob, stride_doh, stride_dom, stride_dod,
-    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd, stride_lb, stride_lh,
     scale, Hq, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, Hq, Sq, D). Grid: B * Hq * ceil(Sq / BM)."""
-    n_tiles = tl.cdiv(Sq, BM)
-    program = tl.program_id(0)
-    start_m = (n_tiles - 1 - program % n_tiles) * BM  # causal: the tiles with the most keys first
-    batch_head = program // n_tiles
-    b = (batch_head // Hq).to(tl.int64)
-    h = (batch_head % Hq).to(tl.int64)
+    """DQ (B, Hq, Sq, D). Grid: B * Hq * ceil(Sq / BM). Ragged: see `position`."""
+    b_q, b_k, h, start_m, Sq, Sk = query_tile(Tiles, Hq, Sq, Sk, BM, RAGGED)
     rows = start_m + tl.arange(0, BM)
 
-    q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
-    k_base = head_base(K, b, stride_kb, h // group, stride_kh, VECTOR)
-    v_base = head_base(V, b, stride_vb, h // group, stride_vh, VECTOR)
-    do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
-    row_base = batch_head.to(tl.int64) * Sq
-    q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
+    q_base = head_base(Q, b_q, stride_qb, h, stride_qh, VECTOR)
+    k_base = head_base(K, b_k, stride_kb, h // group, stride_kh, VECTOR)
+    v_base = head_base(V, b_k, stride_vb, h // group, stride_vh, VECTOR)
+    do_base = head_base(DOut, b_q, stride_dob, h, stride_doh, VECTOR)
+    lse_base = head_base(Lse, b_q, stride_lb, h, stride_lh, 1)
+    delta_base = head_base(Delta, b_q, stride_lb, h, stride_lh, 1)
+    q_rows = tl.where(Sk > 0, Sq, 0)  # what lies behind the last sequence is not read
+    q = load_tile(q_base, rows, stride_qm, stride_qd, q_rows, D, BLOCK_D, VECTOR, True)
     q = operand(q, EMULATE_BF16)
-    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
+    dO = load_tile(do_base, rows, stride_dom, stride_dod, q_rows, DV, BLOCK_DV, VECTOR, True)
     dO = operand(dO, EMULATE_BF16)
-    lse = load_row(Lse + row_base, rows, Sq, float("inf")) * LOG2_E  # [BM]
-    delta = load_row(Delta + row_base, rows, Sq, 0.0)  # [BM]
+    lse = load_row(lse_base, rows, q_rows, float("inf")) * LOG2_E  # [BM]
+    delta = load_row(delta_base, rows, q_rows, 0.0)  # [BM]
     exponent_scale = scale * LOG2_E
 
     dq = tl.zeros([BM, BLOCK_D], tl.float32)
@@ -233,6 +230,6 @@ def attention_backward_dq(
 
     live = is_visible(rows, 0, Sq, Sk, CAUSAL)  # a dead row's dO and dlse may be NaN
     dq = tl.where(live[:, None], dq * scale, 0.0)
-    dq_base = head_base(DQ, b, stride_dqb, h, stride_dqh, VECTOR)
+    dq_base = head_base(DQ, b_q, stride_dqb, h, stride_dqh, VECTOR)
     dq_pointers = tile_pointers(dq_base, rows, stride_dqm, stride_dqd, BLOCK_D, VECTOR)
     store_tile(dq_pointers, dq, rows, Sq, D, BLOCK_D, EMULATE_BF16)

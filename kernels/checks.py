@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
+LARGEST_TOTAL = 2**31 - 1
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.3586e38
 """In magnitude. Times log2 e, which the kernels multiply it by, the largest is still a finite float32; below
@@ -17,13 +19,32 @@ the smallest Triton would pass a float64 to kernels that are written for float32
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Types, dtypes, devices and shapes of dense inputs.
+    """Types, dtypes, devices and shapes of dense inputs, (B, H, S, D).
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported or not the same.
         ValueError: shapes that do not fit, head dimensions out of range, devices that differ.
     """
-    named: Mapping[str, Tensor] = {"q": q, "k": k, "v": v}
+    _check_kind({"q": q, "k": k, "v": v}, "4 dimensions: batch, heads, sequence, head dimension")
+    for name, t in (("k", k), ("v", v)):
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch size {t.shape[0]} and q {q.shape[0]}; they must be the same")
+    _check_heads(q, k, v, heads=1, rows=2)
+
+
+def check_ragged_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Types, dtypes, devices and shapes of ragged inputs, (total, H, D). Raises as `check_tensors` does."""
+    _check_kind({"q": q, "k": k, "v": v}, "3 dimensions: rows of all sequences, heads, head dimension")
+    _check_heads(q, k, v, heads=1, rows=0)
+    for name, t in (("q", q), ("k", k)):
+        if t.shape[0] > LARGEST_TOTAL:
+            raise ValueError(
+                f"{name} has {t.shape[0]} rows; it may have {LARGEST_TOTAL}, as int32 counts them"
+            )
+
+
+def _check_kind(named: Mapping[str, Tensor], dimensions: str) -> None:
+    q = named["q"]
     for name, t in named.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
@@ -36,31 +57,94 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} is on {t.device} and q on {q.device}; they must be the same")
         if t.layout != torch.strided:
             raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
-        if t.ndim != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; it must have 4 dimensions: batch, heads,"
-                " sequence, head dimension"
-            )
-    B, Hq, _, D = q.shape
-    Hkv, Sk = k.shape[1], k.shape[2]
-    for name, t in (("k", k), ("v", v)):
-        if t.shape[0] != B:
-            raise ValueError(f"{name} has batch size {t.shape[0]} and q {B}; they must be the same")
-    if k.shape[3] != D:
+        if t.ndim != int(dimensions[0]):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must have {dimensions}")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> None:
+    """Heads, keys and head dimensions; `heads` and `rows` say which dimensions those are."""
+    Hq, Hkv, Sk, D = q.shape[heads], k.shape[heads], k.shape[rows], q.shape[-1]
+    if k.shape[-1] != D:
         raise ValueError(
-            f"k has head dimension {k.shape[3]} and q {D}; they must be the same (v's may differ)"
+            f"k has head dimension {k.shape[-1]} and q {D}; they must be the same (v's may differ)"
         )
-    if v.shape[1] != Hkv or v.shape[2] != Sk:
+    if v.shape[heads] != Hkv or v.shape[rows] != Sk:
         raise ValueError(
-            f"v has {v.shape[1]} heads of {v.shape[2]} keys and k {Hkv} of {Sk}; they must be the same"
+            f"v has {v.shape[heads]} heads of {v.shape[rows]} keys and k {Hkv} of {Sk}; they must be the same"
         )
     if Hq == 0 or Hkv == 0 or Hq % Hkv:
         raise ValueError(f"q has {Hq} heads and k, v have {Hkv}; q must have one or a multiple of as many")
-    for name, dim in (("q", D), ("v", v.shape[3])):
+    for name, dim in (("q", D), ("v", v.shape[-1])):
         if not SMALLEST_HEAD_DIM <= dim <= LARGEST_HEAD_DIM:
             raise ValueError(
                 f"{name} has head dimension {dim}; it may be {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM}"
             )
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> None:
+    """What of the offsets can be seen without waiting for the device: all but their values.
+
+    Raises:
+        TypeError: not a tensor, or not int32.
+        ValueError: another device than q's, a shape that is not (B + 1,), gaps between the elements.
+    """
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+        if t.dtype != torch.int32:
+            raise TypeError(f"{name} is {t.dtype}; it must be torch.int32")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q on {q.device}; they must be the same")
+        if t.ndim != 1 or t.shape[0] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must have one dimension, of an element more than"
+                " there are sequences"
+            )
+        if not t.is_contiguous():
+            raise ValueError(f"{name} has stride {t.stride(0)}; it must be contiguous")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} elements and cu_seqlens_q {cu_seqlens_q.shape[0]};"
+            " they must be the same"
+        )
+
+
+def check_max_seqlen(**lengths: int) -> None:
+    """Raises TypeError if a longest length is no whole number, ValueError if it is negative."""
+    for name, length in lengths.items():
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
+            raise TypeError(f"{name} is {length!r}; it must be a whole number")
+        if length < 0:
+            raise ValueError(f"{name} is {length}; it must not be negative")
+
+
+def check_lengths(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    """The values of the offsets. Waits for the device.
+
+    Args:
+        name: "q" or "k".
+        total: rows of the tensor that they point into.
+        max_seqlen: what no sequence may be longer than.
+
+    Raises:
+        ValueError: if they do not begin with 0, decrease, point past the tensor, or a sequence is
+            longer than `max_seqlen`.
+    """
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens_{name} begins with {offsets[0]}; it must begin with 0")
+    for s, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens_{name} goes from {start} to {end} at sequence {s}; it must not decrease"
+            )
+        if end - start > max_seqlen:
+            raise ValueError(
+                f"max_seqlen_{name} is {max_seqlen}, and sequence {s} has {end - start} rows; it must be at"
+                " least that"
+            )
+    if offsets[-1] > total:
+        raise ValueError(f"cu_seqlens_{name} ends with {offsets[-1]}; {name} has only {total} rows")
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

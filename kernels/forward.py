@@ -2,7 +2,7 @@
 
     S = q K^T,  m = rowmax(S),  P = exp(scale (S - m)),  l = rowsum(P),  out = P V / l
 
-over tiles of keys, with running (m, l, acc). One program per (batch, head, tile of query rows).
+over tiles of keys, with running (m, l, acc). One program per (sequence, head, tile of query rows).
 m is kept in units of the unscaled scores and subtracted before the scale is multiplied in: then the
 largest P of a row is exactly 1, however large the scores are.
 """
@@ -22,6 +22,7 @@ from .numerics import (
     store_tile,
     tile_pointers,
 )
+from .position import query_tile
 
 
 @triton.jit
@@ -56,29 +57,28 @@ def attend(acc, l, m, q, k_base, v_base, start, end, rows, Sq, Sk, exponent_scal
 
 @triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_forward(
-    Q, K, V, Out, Lse,
+    Q, K, V, Out, Lse, Tiles,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_ob, stride_oh, stride_om, stride_od,
+    stride_ob, stride_oh, stride_om, stride_od, stride_lb, stride_lh,
     scale, Hq, group, Sq, Sk,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Hq, Sq, DV) and Lse (B, Hq, Sq), contiguous float32. Grid: B * Hq * ceil(Sq / BM)."""
-    n_tiles = tl.cdiv(Sq, BM)
-    program = tl.program_id(0)
-    start_m = (n_tiles - 1 - program % n_tiles) * BM  # causal: the tiles with the most keys first
-    batch_head = program // n_tiles
-    b = (batch_head // Hq).to(tl.int64)
-    h = (batch_head % Hq).to(tl.int64)
+    """Out (B, Hq, Sq, DV) and Lse (B, Hq, Sq), float32, its rows contiguous.
+
+    Grid: B * Hq * ceil(Sq / BM). Ragged: see `position`.
+    """
+    b_q, b_k, h, start_m, Sq, Sk = query_tile(Tiles, Hq, Sq, Sk, BM, RAGGED)
     rows = start_m + tl.arange(0, BM)
 
-    q_base = head_base(Q, b, stride_qb, h, stride_qh, VECTOR)
-    k_base = head_base(K, b, stride_kb, h // group, stride_kh, VECTOR)
-    v_base = head_base(V, b, stride_vb, h // group, stride_vh, VECTOR)
-    q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
+    q_base = head_base(Q, b_q, stride_qb, h, stride_qh, VECTOR)
+    k_base = head_base(K, b_k, stride_kb, h // group, stride_kh, VECTOR)
+    v_base = head_base(V, b_k, stride_vb, h // group, stride_vh, VECTOR)
+    q_rows = tl.where(Sk > 0, Sq, 0)  # what lies behind the last sequence is not read
+    q = load_tile(q_base, rows, stride_qm, stride_qd, q_rows, D, BLOCK_D, VECTOR, True)
     q = operand(q, EMULATE_BF16)
     q = tl.where(scale < 0, -q, q)  # exact; from here on the scale is |scale| and m a maximum
     exponent_scale = tl.abs(scale) * LOG2_E
@@ -98,7 +98,7 @@ def attention_forward(
     live = is_visible(rows, 0, Sq, Sk, CAUSAL)
     out = tl.where(live[:, None], acc / l[:, None], 0.0)
     lse = tl.where(live, m * tl.abs(scale) + tl.log(l), float("-inf"))
-    o_base = head_base(Out, b, stride_ob, h, stride_oh, VECTOR)
+    o_base = head_base(Out, b_q, stride_ob, h, stride_oh, VECTOR)
     o_pointers = tile_pointers(o_base, rows, stride_om, stride_od, BLOCK_DV, VECTOR)
     store_tile(o_pointers, out, rows, Sq, DV, BLOCK_DV, EMULATE_BF16)
-    tl.store(Lse + batch_head.to(tl.int64) * Sq + rows, lse, mask=rows < Sq)
+    tl.store(head_base(Lse, b_q, stride_lb, h, stride_lh, 1) + rows, lse, mask=rows < Sq)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from .architecture import Architecture, effective_architecture
 from .backward import attention_backward_dkdv, attention_backward_dq, attention_delta
 from .forward import attention_forward
+from .ragged import FIELDS, SEQUENCES, list_tiles
 from .tiles import Tile, choose_tiles, padded_head_dim
 
 LARGEST_GRID = 2**31 - 1
@@ -19,23 +21,38 @@ DELTA_ROWS = 32
 """Query rows of one program of the delta kernel, which only streams."""
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """Where the sequences of a ragged batch begin: int32 (B + 1,), contiguous, on the device of q."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
-) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Sq, Dv) in q's dtype and lse (B, Hq, Sq) in float32, both contiguous."""
-    (B, Hq, Sq, _), (_, Hkv, Sk, _), Dv = q.shape, k.shape, v.shape[3]
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool,
+    ragged: Ragged | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out in q's dtype and lse in float32, contiguous.
+
+    Dense: q (B, Hq, Sq, D), k, v (B, Hkv, Sk, .), out (B, Hq, Sq, Dv), lse (B, Hq, Sq).
+    Ragged: q (total_q, Hq, D), k, v (total_k, Hkv, .), out (total_q, Hq, Dv), lse (Hq, total_q).
+    """
     arch = effective_architecture(q.device)
-    out = q.new_empty((B, Hq, Sq, Dv))
-    lse = q.new_empty((B, Hq, Sq), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    tile = choose_tiles(arch, q.shape[3], Dv, q.element_size()).forward
+    tile = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size()).forward
+    sizes = _sizes(q, k)
     with _device_of(q):
-        attention_forward[_grid("q", B * Hq, Sq, tile.BM)](
-            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            scale, Hq, Hq // Hkv, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-            VECTOR=_vector(q, k, v, out), **_dims(q, v), **_arithmetic(arch, q, allow_tf32),
-            **_compilation(arch, tile),
+        tiles, grid = _programs("q", q, sizes, tile.BM, ragged)
+        attention_forward[grid](
+            q, k, v, out, lse, tiles,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
+            scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
+            RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out), **_dims(q, v),
+            **_arithmetic(arch, q, allow_tf32), **_compilation(arch, tile),
         )  # fmt: skip
     return out, lse
 
@@ -43,45 +60,124 @@ def forward(
 def backward(
     d_out: Tensor | None, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, causal: bool, scale: float, allow_tf32: bool, need_dq: bool, need_dkdv: bool,
+    ragged: Ragged | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous; those not needed have no elements."""
-    (B, Hq, Sq, _), (_, Hkv, Sk, _) = q.shape, k.shape
     arch = effective_architecture(q.device)
     dq = q.new_empty(q.shape if need_dq else (0,))
     dk = k.new_empty(k.shape if need_dkdv else (0,))
     dv = v.new_empty(v.shape if need_dkdv else (0,))
     if d_out is None:
         d_out = q.new_zeros(()).expand(out.shape)
-    tiles = choose_tiles(arch, q.shape[3], v.shape[3], q.element_size())
+    tiles = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size())
     delta = torch.empty_like(lse)
-    group, dims, arithmetic = Hq // Hkv, _dims(q, v), _arithmetic(arch, q, allow_tf32)
+    sequences = ragged.cu_seqlens_q.numel() - 1 if ragged is not None else 0
+    sizes, dims, arithmetic = _sizes(q, k), _dims(q, v), _arithmetic(arch, q, allow_tf32)
     with _device_of(q):
         if lse.numel():
-            attention_delta[_grid("q", B * Hq, Sq, DELTA_ROWS)](
+            attention_delta[_grid("q", sizes.B * sizes.Hq, sizes.Sq, DELTA_ROWS)](
                 out, d_out, d_lse if d_lse is not None else delta, delta,
-                *out.stride(), *d_out.stride(),
-                *(d_lse.stride() if d_lse is not None else (0, 0, 0)),
-                Hq, Sq, DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,
-                HAS_DLSE=d_lse is not None, VECTOR=_vector(out, d_out),
+                ragged.cu_seqlens_q if ragged is not None else delta,
+                *_strides(out), *_strides(d_out),
+                *(_d_lse_strides(d_lse) if d_lse is not None else (0, 0, 0)), *_lse_strides(delta),
+                sizes.Hq, sizes.Sq, sequences, DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,
+                HAS_DLSE=d_lse is not None, RAGGED=ragged is not None, VECTOR=_vector(out, d_out),
                 EMULATE_BF16=arithmetic["EMULATE_BF16"],
             )  # fmt: skip
         if dk.numel() or dv.numel():
             tile = tiles.dkdv
-            attention_backward_dkdv[_grid("k", B * Hkv, Sk, tile.BN)](
-                q, k, v, d_out, lse, delta, dk, dv,
-                *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dk.stride(), *dv.stride(),
-                scale, Hkv, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
+            listed, grid = _programs("k", k, sizes, tile.BN, ragged)
+            attention_backward_dkdv[grid](
+                q, k, v, d_out, lse, delta, dk, dv, listed,
+                *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dk), *_strides(dv),
+                *_lse_strides(lse), scale, sizes.Hkv, sizes.group, sizes.Sq, sizes.Sk,
+                BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
                 VECTOR=_vector(q, k, v, d_out, dk, dv), **dims, **arithmetic, **_compilation(arch, tile),
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
-            attention_backward_dq[_grid("q", B * Hq, Sq, tile.BM)](
-                q, k, v, d_out, lse, delta, dq,
-                *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *dq.stride(),
-                scale, Hq, group, Sq, Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
+            listed, grid = _programs("q", q, sizes, tile.BM, ragged)
+            attention_backward_dq[grid](
+                q, k, v, d_out, lse, delta, dq, listed,
+                *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dq),
+                *_lse_strides(lse), scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk,
+                BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
                 VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, tile),
             )  # fmt: skip
     return dq, dk, dv
+
+
+# ---------------------------------------------------------------- shapes, dense and ragged
+
+
+class _Sizes(NamedTuple):
+    """Of a ragged batch B is 1, and Sq, Sk are the rows of all sequences."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Sk: int
+
+    @property
+    def group(self) -> int:
+        return self.Hq // self.Hkv
+
+
+def _sizes(q: Tensor, k: Tensor) -> _Sizes:
+    if q.ndim == 3:
+        return _Sizes(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+    return _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """(B, Hq, Sq) of a dense batch, (Hq, total_q) of a ragged one."""
+    return (q.shape[1], q.shape[0]) if q.ndim == 3 else tuple(q.shape[:3])
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """Of batch entry, head, row, dimension. A sequence of a ragged batch begins at a row."""
+    if t.ndim == 3:
+        row, head, dim = t.stride()
+        return row, head, row, dim
+    return t.stride()
+
+
+def _lse_strides(lse: Tensor) -> tuple[int, int]:
+    """Of batch entry and head; rows are contiguous."""
+    return (1, lse.stride(0)) if lse.ndim == 2 else (lse.stride(0), lse.stride(1))
+
+
+def _d_lse_strides(d_lse: Tensor) -> tuple[int, ...]:
+    """Of batch entry, head, row."""
+    return (d_lse.stride(1), *d_lse.stride()) if d_lse.ndim == 2 else d_lse.stride()
+
+
+# ---------------------------------------------------------------- which programs
+
+
+def _programs(
+    name: str, t: Tensor, sizes: _Sizes, rows: int, ragged: Ragged | None
+) -> tuple[Tensor, tuple[int]]:
+    """The table of the tiles of q or of k (for a dense batch any tensor: nobody reads it), and the grid."""
+    heads, length = (sizes.Hq, sizes.Sq) if name == "q" else (sizes.Hkv, sizes.Sk)
+    if ragged is None:
+        return t, _grid(name, sizes.B * heads, length, rows)
+    if name == "q":
+        tiles = _listed(ragged.cu_seqlens_q, ragged.cu_seqlens_k, sizes.Sq, sizes.Sk, rows, last_first=True)
+    else:
+        tiles = _listed(ragged.cu_seqlens_k, ragged.cu_seqlens_q, sizes.Sk, sizes.Sq, rows, last_first=False)
+    return tiles, _grid(name, heads, len(tiles) * rows, rows)
+
+
+def _listed(own: Tensor, other: Tensor, total: int, total_other: int, rows: int, last_first: bool) -> Tensor:
+    """The table of tiles of `ragged.list_tiles`, as long as it can get."""
+    batch = own.numel() - 1
+    n_tiles = total // rows + min(batch + 1, total)
+    tiles = own.new_empty((n_tiles, FIELDS.value))
+    list_tiles[batch + 1,](tiles, own, other, batch, total, total_other, n_tiles,
+                           ROWS=rows, LAST_FIRST=last_first, BLOCK=SEQUENCES)  # fmt: skip
+    return tiles
 
 
 def _grid(name: str, heads: int, length: int, rows: int) -> tuple[int]:
@@ -96,7 +192,7 @@ def _grid(name: str, heads: int, length: int, rows: int) -> tuple[int]:
 
 
 def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
-    D, Dv = q.shape[3], v.shape[3]
+    D, Dv = q.shape[-1], v.shape[-1]
     return {
         "D": D,
         "DV": Dv,

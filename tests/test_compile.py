@@ -38,21 +38,24 @@ REGISTERS = 65536
 KERNELS = {
     "forward": "attention_forward",
     "delta": "attention_delta",
+    "list": "list_tiles",
     "dkdv": "attention_backward_dkdv",
     "dq": "attention_backward_dq",
 }
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+            torch.int32: "*i32"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, on one architecture, for tensors (2, 4, 512, dim).
+    """One kernel, on one architecture, for tensors (2, 4, 512, dim) or, ragged, (1024, 4, dim).
 
     Attributes:
         kernel: a key of KERNELS.
         arithmetic: a dtype of torch, by name; "tf32": float32 with TF32 allowed.
         dim, dim_v: head dimensions of q and k, and of v.
         unaligned: q, k, v are strided along the head dimension: no 16-byte accesses.
+        ragged: a batch of two sequences.
     """
 
     kernel: str
@@ -62,10 +65,17 @@ class Case:
     causal: bool = True
     dim_v: int = 0
     unaligned: bool = False
+    ragged: bool = False
 
     def __str__(self) -> str:
         shape = f"D{self.dim}" + (f"x{self.dim_v}" if self.dim_v else "")
-        path = ("" if self.causal else "-full") + ("-unaligned" if self.unaligned else "")
+        path = "".join(
+            f"-{what}"
+            for what, it_is in (
+                ("full", not self.causal), ("unaligned", self.unaligned), ("ragged", self.ragged)
+            )
+            if it_is
+        )  # fmt: skip
         return f"{self.kernel}-{self.arch.name}-{self.arithmetic}-{shape}{path}"
 
     @property
@@ -104,6 +114,8 @@ def launched(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple, d
 
     def tensor(dim: int) -> Tensor:
         empty = partial(torch.empty, dtype=case.dtype, device="meta")
+        if case.ragged:
+            return empty(1024, 4, dim)
         return empty(2, 4, dim, 512).mT if case.unaligned else empty(2, 4, 512, dim)
 
     monkeypatch.setattr(launch, "effective_architecture", lambda device: case.arch)
@@ -111,8 +123,10 @@ def launched(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple, d
         monkeypatch.setattr(launch, attribute, StandIn(name))
     q, k, v = tensor(case.dim), tensor(case.dim), tensor(case.dim_v or case.dim)
     causal, scale, tf32 = case.causal, 1.0, case.arithmetic == "tf32"
-    out, lse = launch.forward(q, k, v, causal, scale, tf32)
-    launch.backward(out, lse, q, k, v, out, lse, causal, scale, tf32, need_dq=True, need_dkdv=True)
+    offsets = torch.empty(3, dtype=torch.int32, device="meta")
+    ragged = launch.Ragged(offsets, offsets) if case.ragged else None
+    out, lse = launch.forward(q, k, v, causal, scale, tf32, ragged)
+    launch.backward(out, lse, q, k, v, out, lse, causal, scale, tf32, True, True, ragged)
     return kept[case.kernel]
 
 
@@ -187,6 +201,8 @@ def shipped() -> Iterator[Case]:
                     yield Case(kernel, arch, arithmetic, dim)
                     if arithmetic == "float16":
                         yield Case(kernel, arch, arithmetic, dim, causal=False)
+                        yield Case(kernel, arch, arithmetic, dim, ragged=True)
+        yield Case("list", arch, "float16", 64, ragged=True)
 
 
 def unusual() -> Iterator[Case]:
