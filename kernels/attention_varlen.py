@@ -92,40 +92,39 @@ def flash_attention_varlen(
     check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     check_max_seqlen(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     scale = checked_scale(scale, q.shape[2])
-    if validate:
-        _validate(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, allow_tf32)
+    out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
+                        allow_tf32, validate)  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-@torch.library.custom_op(f"{NAMESPACE}::validate_cu_seqlens", mutates_args=())
-def _validate(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
-) -> None:
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "validate is True while a CUDA graph is captured; it must be False there: the host cannot wait"
-            " for the device"
-        )
-    check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
-    check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-
-
-@_validate.register_fake
-def _(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    return None
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_varlen_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool,
-    scale: float, allow_tf32: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    scale: float,
+    allow_tf32: bool,
+    validate: bool,
+) -> tuple[Tensor, Tensor]:
+    if validate:  # in here, for a compiler would drop an operator that gives nothing
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "validate is True while a CUDA graph is captured; it must be False there: the host cannot"
+                " wait for the device"
+            )
+        check_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        check_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     return launch.forward(q, k, v, causal, scale, allow_tf32, Ragged(cu_seqlens_q, cu_seqlens_k))
 
 
 @_forward.register_fake
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, allow_tf32):
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, allow_tf32,
+      validate):  # fmt: skip
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     return out, q.new_empty(launch.lse_shape(q), dtype=torch.float32)
 
@@ -162,14 +161,14 @@ def _(d_out, d_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, causal, scale
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal, ctx.scale, ctx.allow_tf32 = inputs
+    *tensors, _, _, ctx.causal, ctx.scale, ctx.allow_tf32, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-    others = (None,) * 5
+    others = (None,) * 8
     if d_out is None and d_lse is None:
         return None, None, None, *others
     dq, dk, dv = _backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,

@@ -1,18 +1,19 @@
-"""Calls of our own `flash_attention` on the tensors of a case, and results compared bit for bit.
+"""Calls of our own functions on the tensors of a case, and results compared bit for bit.
 
 For what numbers against references do not show: the references themselves judge in `comparison`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import effective_architecture, flash_attention
+from kernels import effective_architecture, flash_attention, flash_attention_varlen
 from kernels.tiles import choose_tiles
 
 from .cases import Case
@@ -59,10 +60,23 @@ def with_exact_delta(x: Inputs) -> Inputs:
     return replace(x, v=x.v.abs().clamp(max=4) / 8 + 0.5, d_out=x.d_out.round())
 
 
-def attend(x: Inputs, *, wanted: str = "qkv", through: str = "out lse", **options: Any) -> dict[str, Tensor]:
-    """out and lse, and dq, dk, dv as far as wanted, where gradients flow in through out, lse or both."""
+def attend(
+    x: Inputs,
+    offsets: Offsets | None = None,
+    *,
+    wanted: str = "qkv",
+    through: str = "out lse",
+    attention: Callable[..., Any] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """out and lse, and dq, dk, dv as far as wanted, where gradients flow in through out, lse or both.
+
+    With `offsets` of a ragged batch; through another function than ours with `attention`.
+    """
     leaves = {name: getattr(x, name).detach().requires_grad_(name in wanted) for name in "qkv"}
-    out, lse = flash_attention(*leaves.values(), return_lse=True, **options)
+    attention = attention or (flash_attention if offsets is None else flash_attention_varlen)
+    where = () if offsets is None else tuple(vars(offsets).values())
+    out, lse = attention(*leaves.values(), *where, return_lse=True, **options)
     results = {"out": out.detach(), "lse": lse.detach()}
     if wanted:
         given = [(y, dy) for name, y, dy in (("out", out, x.d_out), ("lse", lse, x.d_lse)) if name in through]
@@ -70,6 +84,56 @@ def attend(x: Inputs, *, wanted: str = "qkv", through: str = "out lse", **option
         found = torch.autograd.grad(outputs, [leaves[name] for name in wanted], gradients)
         results |= {f"d{name}": gradient for name, gradient in zip(wanted, found, strict=True)}
     return results
+
+
+Lengths = Sequence[tuple[int, int]]
+"""Queries and keys of each sequence of a ragged batch."""
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Where the sequences of a ragged batch lie: the arguments of `flash_attention_varlen` behind q, k, v."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, lengths: Lengths, device: torch.device) -> Offsets:
+        sides = [[pair[side] for pair in lengths] for side in (0, 1)]
+        q, k = (torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=device) for side in sides)
+        return cls(q, k, *(max(side, default=0) for side in sides))
+
+
+def ragged_inputs_of(
+    device: torch.device, lengths: Lengths, past: tuple[int, int] = (0, 0), **changes: Any
+) -> Inputs:
+    """The tensors of a ragged case as the function takes them: (total, H, .), d_lse (H, total).
+
+    Contiguous; rows past the last sequence are NaN.
+    """
+    case = case_of(device, **changes, lengths=tuple(lengths), past=past)
+    return every(make_inputs(case), lambda name, t: as_ragged(name, t).to(device).contiguous())
+
+
+def as_ragged(name: str, t: Tensor) -> Tensor:
+    """(1, H, S, .) as (S, H, .), and of the lse (1, H, S) as (H, S)."""
+    return t[0] if t.ndim == 3 else t[0].transpose(0, 1)
+
+
+def sequence_of(x: Inputs, offsets: Offsets, number: int) -> Inputs:
+    """One sequence as a dense batch of one entry; views."""
+    (q0, q1), (k0, k1) = (
+        cu[number : number + 2].tolist() for cu in (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
+    )
+
+    def dense(name: str, t: Tensor) -> Tensor:
+        if name == "d_lse":
+            return t[None, :, q0:q1]
+        return (t[k0:k1] if name in "kv" else t[q0:q1]).transpose(0, 1)[None]
+
+    return every(x, dense)
 
 
 def bits(t: Tensor) -> Tensor:
