@@ -89,6 +89,9 @@ _SINGLE = {
     },
 }
 
+TABLES = {2: _HALF, 4: _SINGLE}
+"""By the size of an element in bytes."""
+
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
 # sequences span several of them; BM and BN differ, so that a mix-up shows.
 _INTERPRETER = {"forward": (32, 16, 1, 1), "dkdv": (16, 32, 1, 1), "dq": (32, 16, 1, 1)}
@@ -127,7 +130,7 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
     if arch.interpreted:
         return Tiles(**{kernel: Tile(*tile) for kernel, tile in _INTERPRETER.items()})
     dim = padded_head_dim(max(head_dim, head_dim_v))
-    table = _HALF if itemsize == 2 else _SINGLE
+    table = TABLES[itemsize]
 
     def first_that_fits(kernel: str) -> Tile:
         for choice in table[kernel][dim]:
