@@ -66,8 +66,8 @@ def main(arguments: list[str]) -> int:
         attention_overrun[1,](x, 1024, BLOCK=128)
         torch.cuda.synchronize()
         return 0
-    for name, x, offsets, causal in problems(device):
-        attend(x, offsets, causal=causal)
+    for name, inputs, offsets, causal in problems(device):
+        attend(inputs, offsets, causal=causal)
         torch.cuda.synchronize()
         print(name, flush=True)
     return 0
