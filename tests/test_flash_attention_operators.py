@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernels import flash_attention
 from kernels.attention import NAMESPACE
 
-from .calls import assert_same_bits, attend, every, inputs_of
+from .calls import Lengths, Offsets, assert_same_bits, attend, every, inputs_of, ragged_inputs_of
 from .layouts import place
 from .values import Inputs
 
@@ -75,12 +75,67 @@ def test_the_fake_operators_foresee_shapes_dtypes_and_strides(name: str, device:
         calls.append((backward_operator, (x.d_out, x.d_lse, *saved, *needs)))
 
     for operator, arguments in calls:
-        with FakeTensorMode() as mode:
-            foreseen = operator(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments))
-        for fake, real in zip(foreseen, operator(*arguments), strict=True):
-            for what in ("shape", "dtype", "device"):
-                assert getattr(fake, what) == getattr(real, what), (operator, what)
-            assert fake.stride() == real.stride(), operator
+        assert_foreseen(operator, arguments)
+
+
+def assert_foreseen(operator: Any, arguments: tuple[Any, ...]) -> None:
+    with FakeTensorMode() as mode:
+        foreseen = operator(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments))
+    for fake, real in zip(foreseen, operator(*arguments), strict=True):
+        for what in ("shape", "dtype", "device"):
+            assert getattr(fake, what) == getattr(real, what), (operator, what)
+        assert fake.stride() == real.stride(), operator
+
+
+# ---------------------------------------------------------------- ragged batches
+
+varlen_forward_operator = getattr(torch.ops, NAMESPACE).flash_attention_varlen_forward.default
+varlen_backward_operator = getattr(torch.ops, NAMESPACE).flash_attention_varlen_backward.default
+
+BATCHES: dict[str, tuple[Lengths, tuple[int, int], dict[str, Any]]] = {
+    "plain": ([(3, 5), (4, 2)], (0, 0), {}),
+    "empties, rows past the end, a group of heads, Dv not D": (
+        [(0, 5), (4, 0), (2, 3)], (1, 2), {"heads_q": 4, "heads_kv": 2, "dim": 24, "dim_v": 40}
+    ),
+    "float32": ([(3, 5)], (0, 0), {"dtype": "float32"}),
+    "no sequence": ([], (2, 1), {}),
+    "no rows": ([(0, 0)], (0, 0), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_ragged_operators_keep_the_rules_of_torch_library(name: str, device: torch.device) -> None:
+    lengths, past, changes = BATCHES[name]
+    x, offsets = ragged_inputs_of(device, lengths, past=past, **changes), Offsets.of(lengths, device)
+    where = vars(offsets).values()
+    q, k, v = (t.detach().nan_to_num().requires_grad_() for t in (x.q, x.k, x.v))
+    torch.library.opcheck(varlen_forward_operator, (q, k, v, *where, True, 0.2, False, False))
+    torch.library.opcheck(varlen_forward_operator, (x.q, x.k, x.v, *where, False, 0.2, False, True))
+
+    out, lse = varlen_forward_operator(x.q, x.k, x.v, *where, True, 0.2, False, False)
+    cu_seqlens = (offsets.cu_seqlens_q, offsets.cu_seqlens_k)
+    saved = (x.q, x.k, x.v, *cu_seqlens, out, lse, True, 0.2, False)
+    for d_out, d_lse, *needs in (
+        (x.d_out, x.d_lse, True, True), (None, x.d_lse, True, False), (x.d_out, None, False, True)
+    ):  # fmt: skip
+        torch.library.opcheck(varlen_backward_operator, (d_out, d_lse, *saved, *needs))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_fake_ragged_operators_foresee_shapes_dtypes_and_strides(name: str, device: torch.device) -> None:
+    """D5, D8."""
+    lengths, past, changes = BATCHES[name]
+    x, offsets = ragged_inputs_of(device, lengths, past=past, **changes), Offsets.of(lengths, device)
+    where = tuple(vars(offsets).values())
+    out, lse = varlen_forward_operator(x.q, x.k, x.v, *where, True, 0.2, False, False)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (varlen_forward_operator, (x.q, x.k, x.v, *where, True, 0.2, False, False))
+    ]
+    for needs in product((True, False), repeat=2):
+        saved = (x.q, x.k, x.v, *where[:2], out, lse, True, 0.2, False)
+        calls.append((varlen_backward_operator, (x.d_out, x.d_lse, *saved, *needs)))
+    for operator, arguments in calls:
+        assert_foreseen(operator, arguments)
 
 
 # ---------------------------------------------------------------- torch.compile, torch.export
