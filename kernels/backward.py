@@ -154,7 +154,8 @@ def attention_backward_dkdv(
     dk_base = head_base(DK, b_k, stride_dkb, h_kv, stride_dkh, VECTOR)
     dv_base = head_base(DV_, b_k, stride_dvb, h_kv, stride_dvh, VECTOR)
     dk_pointers = tile_pointers(dk_base, keys, stride_dkn, stride_dkd, BLOCK_D, VECTOR)
-    store_tile(dk_pointers, dk * scale, keys, Sk, D, BLOCK_D, EMULATE_BF16)
+    # + 0.0: keys that no query sees get 0, not -0, whatever the sign of the scale
+    store_tile(dk_pointers, dk * scale + 0.0, keys, Sk, D, BLOCK_D, EMULATE_BF16)
     dv_pointers = tile_pointers(dv_base, keys, stride_dvn, stride_dvd, BLOCK_DV, VECTOR)
     store_tile(dv_pointers, dv, keys, Sk, DV, BLOCK_DV, EMULATE_BF16)
 

@@ -9,6 +9,8 @@ reads: batch 2, 4 query heads on 2 KV heads, 33 queries on 65 keys, head dimensi
 A ragged batch has the queries x keys of each sequence instead, and the rows that lie past the last one:
 
     b3_h4x2_r33x65+0x7+5x0_past2x1_d64x32_float16_causal_scale=auto_normal_bshd_grad=qkv_dlse_seed7
+
+Equal neighbours are counted: r2of33x65+5x0 is 33 x 65 twice, then 5 x 0.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -45,8 +48,10 @@ LAYOUTS = {
     "strided": "last dimension not contiguous",
     "offset": "storage offset of one element",
     "expanded": "k, v and d_out expanded over the heads (stride 0)",
+    "gradient": "q, k, v contiguous, the gradients of out and lse views of (B, S, H, D)",
+    "odd": "contiguous, odd strides of dimensions of size 1",
 }
-"""Memory layouts and what they are. What lies beside the values is NaN."""
+"""Memory layouts and what they are. All lie in larger buffers; what else is in those must not matter."""
 
 SEED_STEP = 2654435761
 """Between the seeds of the sequences of a ragged batch: odd, so that 2**32 sequences differ."""
@@ -167,16 +172,19 @@ class Case:
         ]  # fmt: skip
 
     @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(Sq, Sk) of each sequence; of a dense batch one pair, that of all its entries."""
+        return ((self.len_q, self.len_k),) if self.lengths is None else self.lengths
+
+    @property
     def dead_rows(self) -> bool:
         """Whether some query of a sequence sees no key."""
-        pairs = ((self.len_q, self.len_k),) if self.lengths is None else self.lengths
-        return any(q > 0 and (k == 0 or (self.causal and q > k)) for q, k in pairs)
+        return any(q > 0 and (k == 0 or (self.causal and q > k)) for q, k in self.pairs)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing in the batch, no query or no key, or that in one of its sequences."""
-        pairs = ((self.len_q, self.len_k),) if self.lengths is None else self.lengths
-        return self.batch == 0 or any(0 in pair for pair in pairs)
+        return self.batch == 0 or any(0 in pair for pair in self.pairs)
 
     @property
     def id(self) -> str:
@@ -213,7 +221,10 @@ class Case:
         if self.lengths is None:
             lengths = f"batch {self.batch}, {heads}, {self.len_q} queries on {self.len_k} keys"
         else:
-            pairs = ", ".join(f"{q} on {k}" for q, k in self.lengths)
+            pairs = ", ".join(
+                f"{q} on {k}" + (f" ({count} times)" if count > 1 else "")
+                for count, (q, k) in _counted(self.lengths)
+            )
             past = f", {self.past[0]} and {self.past[1]} rows past them" if any(self.past) else ""
             lengths = (
                 f"ragged batch of {self.batch}, {heads}, queries on keys by sequence: {pairs or 'none'}{past}"
@@ -226,14 +237,20 @@ class Case:
         )
 
 
+def _counted(lengths: tuple[tuple[int, int], ...]) -> list[tuple[int, tuple[int, int]]]:
+    """Equal neighbours once, with how many there are: an id of 70,000 sequences must fit a command line."""
+    return [(len(list(equal)), pair) for pair, equal in groupby(lengths)]
+
+
 def _ragged_id(lengths: tuple[tuple[int, int], ...], past: tuple[int, int]) -> str:
-    pairs = "+".join(f"{q}x{k}" for q, k in lengths)
+    pairs = "+".join(f"{count}of{q}x{k}" if count > 1 else f"{q}x{k}" for count, (q, k) in _counted(lengths))
     return f"r{pairs}_past{past[0]}x{past[1]}"
 
 
+_RUN = r"([1-9]\d*of)?\d+x\d+"
 _PATTERN = re.compile(
     r"b(?P<batch>\d+)_h(?P<heads_q>\d+)x(?P<heads_kv>\d+)_"
-    r"(s(?P<len_q>\d+)x(?P<len_k>\d+)|r(?P<lengths>(\d+x\d+(\+\d+x\d+)*)?)_past(?P<past>\d+x\d+))"
+    r"(s(?P<len_q>\d+)x(?P<len_k>\d+)|r(?P<lengths>(" + _RUN + r"(\+" + _RUN + r")*)?)_past(?P<past>\d+x\d+))"
     r"_d(?P<dim>\d+)x(?P<dim_v>\d+)_(?P<dtype>[a-z0-9]+)_(?P<causal>causal|full)"
     r"_scale=(?P<scale>[-+.e0-9a-z]+)_(?P<values>[-a-z]+)_(?P<layout>[a-z]+)_grad=(?P<grad>[a-z]+)"
     r"_(?P<d_lse>dlse|nodlse)_seed(?P<seed>\d+)"
@@ -243,6 +260,12 @@ _PATTERN = re.compile(
 def _pair(text: str) -> tuple[int, int]:
     first, second = text.split("x")
     return int(first), int(second)
+
+
+def _run_of_pairs(text: str) -> list[tuple[int, int]]:
+    """One part of a ragged id: 2of33x65 is (33, 65) twice."""
+    count, _, pair = text.rpartition("of")
+    return [_pair(pair)] * int(count or 1)
 
 
 def parse_case(text: str) -> Case:
@@ -260,7 +283,9 @@ def parse_case(text: str) -> Case:
     if part["lengths"] is None:
         names += ["len_q", "len_k"]
     else:
-        numbers["lengths"] = tuple(map(_pair, filter(None, part["lengths"].split("+"))))
+        numbers["lengths"] = tuple(
+            pair for run in filter(None, part["lengths"].split("+")) for pair in _run_of_pairs(run)
+        )
         numbers["past"] = _pair(part["past"])
         if len(numbers["lengths"]) != int(part["batch"]):
             raise ValueError(

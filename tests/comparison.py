@@ -8,20 +8,25 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reference import emulation, oracle, sdpa
-from reports.records import Record, Verdict
+from reference.budget import Rounding
+from reports.records import Record, TensorSummary, Verdict
 
+from . import ragged
 from .cases import Case
-from .implementations import OWN, Implementation, environment, run
+from .execution import run
+from .implementations import OWN, Implementation, environment
 from .judge import judge
-from .values import make_inputs
+from .values import Inputs, make_inputs
 
 
 def compare(
@@ -29,7 +34,8 @@ def compare(
 ) -> Record:
     """Runs a case through an implementation and judges every tensor against every reference.
 
-    An exception of the implementation is a broken claim: it took a case that it claims.
+    An exception of the implementation is a broken claim: it took a case that it claims. Of a ragged batch
+    each sequence is judged as a dense case is; of each rule the worst verdict is recorded.
     """
     path = implementation.path(device)
     record = functools.partial(
@@ -52,7 +58,8 @@ def compare(
         inputs = make_inputs(case)
     try:
         with clock("implementation"):
-            results, verdicts = run(implementation, case, inputs, device)
+            execution = run(implementation, case, inputs, device, hostile=device.type == "cuda")
+        results, verdicts = execution.results, execution.verdicts
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
         verdict = Verdict("out", "contract", "does not raise", False, note=raised)
@@ -63,6 +70,55 @@ def compare(
             seconds=clock.seconds,
         )
 
+    tiles = implementation.tiles(case, device) if implementation.tiles is not None else None
+    judged: list[Verdict] = []
+    found: dict[str, list[TensorSummary]] = {name: [] for name in results}
+    for part in ragged.parts(case):
+        given: dict[str, Any] = {
+            name: None if t is None else part.of(name, t) for name, t in vars(inputs).items()
+        }
+        of_part, summaries_of_part = _judged(
+            part.case,
+            Inputs(**given),
+            {name: part.of(name, x) for name, x in results.items()},
+            implementation.claims.rounding,
+            tiles,
+            clock,
+        )
+        judged += map(part.located, of_part)
+        for name, summary in summaries_of_part.items():
+            found[name].append(summary)
+    verdicts += [*ragged.past_rows(case, results), *ragged.worst(judged)]
+    summaries = {name: ragged.total(of_tensor) for name, of_tensor in found.items()}
+
+    elements = sum(summary.elements for summary in summaries.values())
+    power = sum(summary.judged for summary in summaries.values())
+    failed = [verdict for verdict in verdicts if not verdict.held]
+    status, reason = "held", ""
+    if failed:
+        status = "broken"
+        reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
+    elif elements and not power:
+        status, reason = "no power", "rounding errors may be as large as the values everywhere"
+    return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
+
+
+def _judged(
+    case: Case,
+    inputs: Inputs,
+    results: Mapping[str, NDArray[np.float64]],
+    rounding: Rounding,
+    tiles: emulation.Tiles | None,
+    clock: _Clock,
+) -> tuple[list[Verdict], dict[str, TensorSummary]]:
+    """Judges the results of a dense case against the three references.
+
+    Args:
+        case, inputs, results: of `run`.
+        rounding: where the implementation rounds.
+        tiles: those of the implementation, if known.
+        clock: takes the time of each reference.
+    """
     tensors = (inputs.q, inputs.k, inputs.v, inputs.d_out, inputs.d_lse)
     q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in tensors)
     assert q is not None and k is not None and v is not None
@@ -77,37 +133,24 @@ def compare(
             scale=case.scale,
             dtype=case.dtype,
             out_given=results.get("out"),
-            rounding=implementation.claims.rounding,
+            rounding=rounding,
         )
     with clock("sdpa"):
         in_float64 = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale))
         in_own = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale, dtype=inputs.q.dtype))
-    tiles = (
-        implementation.tiles(case, device) if implementation.tiles is not None else emulation.DEFAULT_TILES
-    )
     out_given = torch.from_numpy(results["out"]).to(inputs.q.dtype) if "out" in results else None
     with clock("emulation"):
         emulated = _arrays(
             emulation.attention(
-                *tensors, causal=case.causal, scale=case.scale, tiles=tiles, out_given=out_given
+                *tensors,
+                causal=case.causal,
+                scale=case.scale,
+                tiles=emulation.DEFAULT_TILES if tiles is None else tiles,
+                out_given=out_given,
             )
         )
     with clock("judge"):
-        judged, summaries = judge(
-            case, results, exact, in_float64, emulated, implementation.tiles is not None, in_own
-        )
-    verdicts += judged
-
-    elements = sum(summary.elements for summary in summaries.values())
-    power = sum(summary.judged for summary in summaries.values())
-    failed = [verdict for verdict in verdicts if not verdict.held]
-    status, reason = "held", ""
-    if failed:
-        status = "broken"
-        reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
-    elif elements and not power:
-        status, reason = "no power", "rounding errors may be as large as the values everywhere"
-    return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
+        return judge(case, results, exact, in_float64, emulated, tiles is not None, in_own)
 
 
 def replay(case: Case, implementation: Implementation, path: str) -> str:

@@ -12,16 +12,16 @@ from .cases import DTYPES, LAYOUTS, REGIMES, Case
 
 
 def edges(tile: tuple[int, int], interpreted: bool) -> list[Case]:
-    """All edge cases.
+    """All edge cases, of dense batches and then of ragged ones.
 
     Args:
         tile: query and key rows of the implementation's tiles.
         interpreted: leave out what takes minutes in the interpreter.
     """
-    return list(dict.fromkeys(_all(tile, interpreted)))
+    return list(dict.fromkeys((*_dense(tile, interpreted), *_ragged(tile, interpreted))))
 
 
-def _all(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
+def _dense(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
     BM, BN = tile
     some = Case(heads_q=2, heads_kv=2, len_q=BM + 1, len_k=BN + 1, dim=32, dim_v=32, d_lse=True)
 
@@ -114,3 +114,115 @@ def _all(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
             )
         yield of(heads_q=2, heads_kv=1, len_q=33, len_k=4099, dim=64, dim_v=64, dtype="bfloat16")
         yield of(heads_q=2, heads_kv=1, len_q=4099, len_k=33, dim=128, dim_v=128, values="mean")
+
+
+def _ragged(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
+    BM, BN = tile
+    some = Case(heads_q=2, heads_kv=1, dim=32, dim_v=32, d_lse=True, layout="bshd", lengths=())
+
+    def of(*lengths: tuple[int, int], **changes: object) -> Case:
+        return Case(**{**vars(some), "lengths": lengths, **changes})
+
+    # reported of others: sequences without queries in the backward (dk, dv there are 0, not left out) ...
+    yield of((0, 20), (33, 20), (0, 50), heads_q=4)
+    # ... no query, then no key: 0 / 0, or the lse of a neighbour overwritten
+    yield of((5, 7), (0, 5), (4, 0))
+    yield of((7, 9), (5, 0), (BM + 1, 3), heads_kv=2, dtype="bfloat16")
+    # ... dq cut by the tile instead of by the end of its sequence, a padded head dimension
+    for causal in (True, False):
+        yield of((15, 15), (35, 35), (47, 47), dim=100, dim_v=100, heads_kv=2, causal=causal)
+    # ... gradients of the rows past the end never written
+    yield of((15, 15), (18, 18), past=(7, 7))
+    # ... NaN in dq: nearly all rows see nothing
+    yield of((76, 1), (34, 1), (146, 1), causal=True, values="large", d_lse=False)
+    # ... the bound of the longest sequence where that of the own belongs: from five sequences on
+    yield of((9, 5), (BM + 1, BN + 3), (1, 1), (BM - 3, 2), (3, 2 * BN + 1), (4, 4), causal=True)
+
+    # no sequence; nothing but rows past the end
+    yield of()
+    yield of(past=(3, 5))
+    yield of(past=(BM + 1, BN + 1), dtype="float32")
+
+    # no query in all of them, no key, neither; with rows past the end, which must not be taken for theirs
+    yield of((0, 7), (0, BN + 1))
+    yield of((0, 7), past=(2, 0))
+    yield of((5, 0), (BM + 1, 0), dtype="bfloat16")
+    yield of((5, 0), past=(0, 3))
+    yield of((0, 0), (0, 0), (0, 0), past=(1, 1))
+
+    # fewer rows than sequences; sequences without any first, in the middle, last
+    yield of((1, 3), (0, 4), (0, 2), (1, 0), (0, 1), (0, 0))
+    yield of((0, 0), (0, 3), (0, 0), (BM + 1, BN + 1))
+    yield of((5, 0), (0, 0), (7, BN + 1), causal=True)
+    yield of((3, 4), (0, 0), (0, 2), (4, 0), (0, 0), (BM + 1, 5))
+    yield of((BM + 1, BN - 1), (0, 0), (0, BN + 1), (3, 0), (0, 0), dtype="float32", past=(1, 2))
+
+    # one sequence: as a dense batch of one
+    for causal in (True, False):
+        yield of((BM + 1, 2 * BN + 3), causal=causal, heads_kv=2)
+    yield of((1, 1), dim=16, dim_v=16, heads_q=1)
+
+    # very different lengths: what is launched for the longest must leave the others alone
+    yield of((1, 1), (3 * BM, 3 * BN), (2, 1), causal=True)
+    yield of((1, 3 * BN), (2 * BM + 1, 1), (BM, 2), dtype="bfloat16")
+
+    # the causal mask is aligned by sequence: rows that see nothing in one, whole prefixes in the next
+    for dtype in DTYPES:
+        yield of((BM + 5, 7), (7, BN + 5), (2 * BM, BN // 2), (1, 2 * BN), causal=True, dtype=dtype)
+
+    # sequences of exactly a tile, one more, one less: their ends are ends of tiles, or nearly
+    for number, causal in enumerate((True, False)):
+        lengths = ((BM, BN), (BM - 1, BN + 1), (BM + 1, BN - 1), (BM, BN))
+        for dtype in DTYPES if not interpreted else DTYPES[number : number + 1]:
+            yield of(*lengths, causal=causal, dtype=dtype)
+
+    # rows past the end: of q, of k, of both, a tile and more of them
+    for dtype in DTYPES:
+        yield of((5, 9), (BM - 2, BN - 2), past=(5, 3), dtype=dtype, causal=dtype == "bfloat16")
+    yield of((BM, BN), past=(BM + 1, 0))
+    yield of((BM, BN), past=(0, BN + 1), causal=True)
+
+    # clearly negative scores: a key of the next sequence that leaks in with score zero dominates
+    for dtype in DTYPES:
+        yield of((17, BN - 1), (BM + 1, BN + 1), (3, 5), values="negative", dtype=dtype)
+
+    # values
+    for values, dtype in (
+        ("equal", "float16"),
+        ("very-negative", "bfloat16"),
+        ("very-negative", "float32"),
+        ("exact", "float16"),
+        ("outliers", "bfloat16"),
+    ):
+        yield of((17, BN + 1), (BM + 1, 9), (5, 5), values=values, dtype=dtype, causal=values == "exact")
+
+    # scales; of the rows past the end the gradients are +0 whatever the sign of the scale
+    for scale, dtype in ((0.3, "float16"), (-0.2, "float32"), (0.0, "bfloat16")):
+        yield of((7, BN + 1), (BM + 1, 9), scale=scale, dtype=dtype, causal=scale == 0.3, past=(1, 2))
+
+    # groups of heads; v's head dimension is not q's
+    yield of((17, 19), (BM + 1, 5), (2, 3), heads_q=4, heads_kv=2, causal=True)
+    yield of((17, 19), (5, BN + 1), dim=40, dim_v=24, heads_q=3, heads_kv=3)
+    yield of((17, 19), (5, BN + 1), dim=24, dim_v=40, dtype="bfloat16", causal=True)
+
+    # memory
+    for number, layout in enumerate(LAYOUTS):
+        for dtype in DTYPES if not interpreted else DTYPES[number % 3 : number % 3 + 1]:
+            yield of((9, 11), (BM + 1, BN - 1), layout=layout, dtype=dtype, heads_kv=2, past=(2, 1),
+                     causal=number % 2 == 1)  # fmt: skip
+
+    # one input with a gradient, or all without one of the lse; no backward at all
+    for grad, d_lse in (("q", True), ("k", True), ("v", True), ("qkv", False)):
+        yield of((9, 11), (0, 3), (4, 0), (7, 5), grad=grad, d_lse=d_lse, causal=True, past=(1, 1))
+    yield of((9, 11), (7, 5), grad="none", d_lse=False, past=(1, 1))
+
+    # many sequences: all of one row, and short ones of any lengths
+    yield of(*[(1, 1)] * 64, heads_q=1, dim=16, dim_v=16)
+    yield of(*((n % 3, 5 * n % 7) for n in range(64)), heads_q=1, dim=16, dim_v=16, causal=True)
+
+    if not interpreted:
+        # more of them than a grid's second dimension takes; long ones beside single rows
+        yield of(*((n % 5, 3 * n % 7) for n in range(1000)), causal=True)
+        yield of(*[(1, 1)] * 70_000, heads_q=1, dim=16, dim_v=16)
+        for dtype in DTYPES:
+            yield of((1024, 1024), (1, 1), (3, 4099), (1025, 33), causal=True, dtype=dtype, heads_q=4)

@@ -1,4 +1,4 @@
-"""Implementations under test: where they come from, what they claim, how a case is run through them."""
+"""Implementations under test: where they come from and what they claim."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from reference.budget import Rounding
 from reference.emulation import Tiles
-from reports.records import Verdict
 
 from .cases import DTYPES, Case
-from .layouts import place
-from .values import Inputs
 
 OWN = "triton"
 """The default: this project's own kernels."""
@@ -54,7 +48,10 @@ class Claims:
         backward: it is differentiable.
         lse: it returns the lse, in natural logarithm.
         lse_grad: gradients flow through the lse.
-        strided: inputs need not be contiguous.
+        strided: inputs need not be contiguous; those of a ragged batch are as (total, H, D).
+        ragged: it takes ragged batches, by a function of their own.
+        deterministic: the forward gives the same bits in every run, whatever memory holds beside the inputs.
+        deterministic_backward: so do the gradients.
         rounding: where it rounds.
     """
 
@@ -71,6 +68,9 @@ class Claims:
     lse: bool = False
     lse_grad: bool = False
     strided: bool = False
+    ragged: bool = False
+    deterministic: bool = False
+    deterministic_backward: bool = False
     rounding: Rounding = OURS
 
     def narrowed(self, case: Case) -> Case:
@@ -80,18 +80,20 @@ class Claims:
 
     def refusal(self, case: Case) -> str:
         """Why a case lies outside of the claims; empty if it lies inside."""
+        contiguous = "bshd" if case.ragged else "bhsd"
         needs = {
+            "ragged batches": not case.ragged or self.ragged,
             f"dtype {case.dtype}": case.dtype in self.dtypes,
             f"head dimension {case.dim}": self.smallest_dim <= case.dim <= self.largest_dim,
             f"head dimension {case.dim_v}": self.smallest_dim <= case.dim_v <= self.largest_dim,
             "Dv != D": case.dim == case.dim_v or not self.equal_dims,
             "several query heads a KV head": case.heads_q == case.heads_kv or self.gqa,
-            "Sq != Sk": case.len_q == case.len_k or self.cross_lengths,
+            "Sq != Sk": all(len_q == len_k for len_q, len_k in case.pairs) or self.cross_lengths,
             "rows that see no key": not case.dead_rows or self.dead_rows,
-            "empty inputs": bool(case.batch and case.len_q and case.len_k) or self.empty,
+            "empty inputs": not case.empty or self.empty,
             "a backward": not case.backward or self.backward,
             "gradients through the lse": not case.d_lse or self.lse_grad,
-            "inputs that are not contiguous": case.layout == "bhsd" or self.strided,
+            "inputs that are not contiguous": case.layout == contiguous or self.strided,
         }
         return ", ".join(what for what, claimed in needs.items() if not claimed)
 
@@ -107,6 +109,8 @@ class Implementation:
         tiles: the tiles it uses for a case on a device, if known: it is then also compared with the
             emulation.
         path: names the code that runs on a device ("sm90", "sm80-override", "interpreter", ...).
+        varlen: the function for ragged batches, of the convention of `kernels.flash_attention_varlen`:
+            takes q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and the same keywords.
     """
 
     name: str
@@ -114,6 +118,11 @@ class Implementation:
     claims: Claims
     path: Callable[[torch.device], str]
     tiles: Callable[[Case, torch.device], Tiles] | None = None
+    varlen: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.claims.ragged and self.varlen is None:
+            raise ValueError(f"{self.name} claims ragged batches, and no function for them is given")
 
 
 def load(spec: str) -> Implementation:
@@ -173,7 +182,7 @@ def _foreign_path(device: torch.device) -> str:
 
 
 def _own() -> Implementation:
-    from kernels import effective_architecture, flash_attention
+    from kernels import effective_architecture, flash_attention, flash_attention_varlen
     from kernels.tiles import choose_tiles
 
     def path(device: torch.device) -> str:
@@ -201,77 +210,11 @@ def _own() -> Implementation:
         lse=True,
         lse_grad=True,
         strided=True,
+        ragged=True,
+        deterministic=True,
+        deterministic_backward=True,
     )
-    return Implementation(OWN, flash_attention, everything, path, tiles)
-
-
-# ---------------------------------------------------------------- running a case
-
-
-def run(
-    implementation: Implementation, case: Case, inputs: Inputs, device: torch.device
-) -> tuple[dict[str, NDArray[np.float64]], list[Verdict]]:
-    """The implementation's tensors for a case, in float64, and what it owes whatever their values are.
-
-    Inputs are laid out as the case says; each tensor that must not change is compared with a copy.
-    """
-    placed = {name: place(name, t, case.layout, device) for name, t in vars(inputs).items() if t is not None}
-    leaves = {name: placed[name].detach() for name in "qkv"}
-    wanted = [name for name in "qkv" if case.backward and name in case.grad]
-    for name in wanted:
-        leaves[name].requires_grad_()
-
-    returned = implementation.function(
-        *leaves.values(),
-        causal=case.causal,
-        scale=case.scale,
-        return_lse=implementation.claims.lse,
-    )
-    tensors: dict[str, Any] = {"out": returned}
-    if implementation.claims.lse:
-        pair = isinstance(returned, tuple | list) and len(returned) == 2
-        tensors = dict(zip(("out", "lse"), returned if pair else (returned, None), strict=True))
-    rows = tuple(inputs.q.shape[:3])
-    verdicts = [_contract("out", tensors["out"], (*rows, case.dim_v), inputs.q.dtype, device)]
-    if "lse" in tensors:
-        verdicts.append(_contract("lse", tensors["lse"], rows, torch.float32, device))
-    if wanted and all(verdict.held for verdict in verdicts):
-        outputs, gradients = [tensors["out"]], [placed["d_out"]]
-        if case.d_lse:
-            outputs.append(tensors["lse"])
-            gradients.append(placed["d_lse"])
-        found = torch.autograd.grad(outputs, [leaves[name] for name in wanted], gradients, allow_unused=True)
-        for name, gradient in zip(wanted, found, strict=True):
-            x = leaves[name]
-            verdicts.append(_contract(f"d{name}", gradient, tuple(x.shape), x.dtype, device))
-            if isinstance(gradient, Tensor):
-                tensors[f"d{name}"] = gradient
-    for name, t in placed.items():
-        unchanged = torch.equal(_bits(t.cpu()), _bits(getattr(inputs, name)))
-        verdicts.append(Verdict(name, "contract", "input unchanged", unchanged))
-    broken = {verdict.tensor for verdict in verdicts if not verdict.held}
-    return {
-        name: t.detach().cpu().double().numpy() for name, t in tensors.items() if name not in broken
-    }, verdicts
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
-
-
-def _contract(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Whether a result is a tensor of the right shape, dtype and device."""
-    rule = "a tensor of the right shape, dtype and device"
-    if not isinstance(t, Tensor):
-        return Verdict(name, "contract", rule, False, note=f"it is a {type(t).__name__}")
-    wrong = []
-    if tuple(t.shape) != shape:
-        wrong.append(f"shape {tuple(t.shape)}, not {shape}")
-    if t.dtype != dtype:
-        wrong.append(f"{t.dtype}, not {dtype}")
-    if t.device.type != device.type:
-        wrong.append(f"on {t.device}, not on {device}")
-    return Verdict(name, "contract", rule, not wrong, note="; ".join(wrong))
+    return Implementation(OWN, flash_attention, everything, path, tiles, flash_attention_varlen)
 
 
 def environment(path: str) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ compile the same kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -70,6 +71,60 @@ def lengths(tile: int) -> st.SearchStrategy[int]:
     )
 
 
+PAST = [(0, 0), (0, 0), (0, 0), (0, 0), (1, 0), (0, 1), (3, 5), (9, 2)]
+"""Rows of q and of k past the last sequence of a ragged batch."""
+
+
+@st.composite
+def pairs(
+    draw: st.DrawFn, claims: Claims, causal: bool, of_q: st.SearchStrategy[int], of_k: st.SearchStrategy[int]
+) -> tuple[int, int]:
+    """Sq and Sk of one sequence, within the claims."""
+    len_q = draw(of_q)
+    len_k = draw(of_k) if claims.cross_lengths else len_q
+    if not claims.empty:
+        len_q, len_k = max(len_q, 1), max(len_k, 1)
+    if not claims.dead_rows:
+        len_k = max(len_k, len_q if causal else min(len_q, 1))
+    return len_q, len_k
+
+
+def about_tiles(claims: Claims, causal: bool, tile: tuple[int, int]) -> st.SearchStrategy[tuple[int, int]]:
+    """Sq and Sk at the edges of tiles; of square problems at those of the larger side."""
+    tile_q, tile_k = tile if claims.cross_lengths else (max(tile), max(tile))
+    return pairs(claims, causal, lengths(tile_q), lengths(tile_k))
+
+
+def sequences(
+    claims: Claims, causal: bool, tile: tuple[int, int]
+) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Sq and Sk of up to six sequences: at the edges of tiles and short ones mixed, or one row at most each.
+
+    Of the latter there are often more than rows.
+    """
+    short, one_row = (pairs(claims, causal, st.integers(0, n), st.integers(0, n)) for n in (7, 1))
+
+    def mixed() -> st.SearchStrategy[list[tuple[int, int]]]:
+        long = [about_tiles(claims, causal, tile) for _ in range(3)]
+        return st.lists(st.one_of(*long, short), min_size=1, max_size=6)
+
+    # one object counts once in one_of, however often it is given: hence several that are alike
+    rows = st.lists(one_row, min_size=0 if claims.empty else 1, max_size=6)
+    return st.one_of(*(mixed() for _ in range(3)), rows)
+
+
+def fitting(sequences: list[tuple[int, int]], largest: int) -> tuple[tuple[int, int], ...]:
+    """The sequences, without those whose scores are too many beside those of the ones before."""
+    kept: list[tuple[int, int]] = []
+    scores = 0
+    for len_q, len_k in sequences:
+        if kept and scores + len_q * len_k > largest:
+            continue
+        scores += len_q * len_k
+        kept.append((len_q, len_k))
+    return tuple(kept)
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,
@@ -85,31 +140,36 @@ def cases(
         claims: of the implementation under test.
         dtype, dims: fixed for the shard.
         tile: query and key rows of the implementation's largest tiles.
-        largest: most scores (B Hq Sq Sk) of a case with more than one head in all.
+        largest: most scores (Hq times the sum of Sq Sk) of a case with more than one head in all.
     """
     causal = draw(st.booleans(), label="causal")
-    len_q = draw(lengths(tile[0] if claims.cross_lengths else max(tile)), label="Sq")
-    len_k = draw(lengths(tile[1]), label="Sk") if claims.cross_lengths else len_q
-    if not claims.empty:
-        len_q, len_k = max(len_q, 1), max(len_k, 1)
-    if not claims.dead_rows:
-        len_k = max(len_k, len_q if causal else min(len_q, 1))
-    room = max(1, largest // max(1, len_q * len_k))
+    ragged = claims.ragged and draw(st.sampled_from([False] * 4 + [True]), label="ragged")
+    shape: dict[str, Any] = {}
+    if ragged:
+        drawn = draw(sequences(claims, causal, tile), label="sequences")
+        shape["lengths"] = fitting(drawn, largest)
+        shape["past"] = draw(st.sampled_from(PAST), label="past")
+        scores = sum(len_q * len_k for len_q, len_k in shape["lengths"])
+    else:
+        shape["len_q"], shape["len_k"] = draw(about_tiles(claims, causal, tile), label="Sq, Sk")
+        scores = shape["len_q"] * shape["len_k"]
+    room = max(1, largest // max(1, scores))
     groups = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (5, 1), (8, 1)]
     groups = [(q, kv) for q, kv in groups if q <= room and (q == kv or claims.gqa)]
     heads_q, heads_kv = draw(st.sampled_from(groups), label="heads")
-    batch = draw(st.integers(1, max(1, min(3, room // heads_q))), label="batch")
-    layout = draw(st.sampled_from(list(LAYOUTS)), label="layout") if claims.strided else "bhsd"
+    if not ragged:
+        shape["batch"] = draw(st.integers(1, max(1, min(3, room // heads_q))), label="batch")
+    layout = "bshd" if ragged else "bhsd"
+    if claims.strided:
+        layout = draw(st.sampled_from(list(LAYOUTS)), label="layout")
     grad, d_lse = "none", False
     if claims.backward:
         grad = draw(st.sampled_from(["qkv"] * 18 + list(GRADIENTS)), label="grad")
         d_lse = claims.lse_grad and grad != "none" and draw(st.booleans(), label="d_lse")
     return Case(
-        batch=batch,
+        **shape,
         heads_q=heads_q,
         heads_kv=heads_kv,
-        len_q=len_q,
-        len_k=len_k,
         dim=dims[0],
         dim_v=dims[1],
         dtype=dtype,

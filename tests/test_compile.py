@@ -215,6 +215,7 @@ def unusual() -> Iterator[Case]:
 
 @pytest.mark.parametrize("case", list(shipped()), ids=str)
 def test_shipped_tiles(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """M8: shared memory of each architecture."""
     program = compiled(case, monkeypatch, tmp_path)
     check_that_it_fits(case, program)
     assert program.stack == 0, "registers are spilled"

@@ -41,6 +41,7 @@ def test_that_it_need_not_be_deterministic_changes_nothing_today(device: torch.d
 
 
 def test_a_second_backward_of_one_forward_gives_the_same_bits(device: torch.device) -> None:
+    """H7."""
     x = inputs_of(device)
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
     out = flash_attention(*leaves)
@@ -93,6 +94,7 @@ def all_three(device: torch.device) -> tuple[Inputs, dict[str, Tensor]]:
 def test_a_gradient_does_not_depend_on_which_others_are_wanted(
     wanted: str, all_three: tuple[Inputs, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """G5."""
     x, results = all_three
     computed = []
 

@@ -232,6 +232,7 @@ def assert_out_is_v(x: Inputs) -> None:
 
 @pytest.mark.parametrize("where", ["batch", "heads"])
 def test_more_heads_than_a_grid_has_in_its_second_dimension(where: str, gpu: torch.device) -> None:
+    """E7."""
     count = 2**16 + 1
     sizes = {"batch": count} if where == "batch" else {"heads_q": count, "heads_kv": count}
     x = inputs_of(gpu, **({"heads_q": 1, "len_q": 1, "len_k": 1, "dim": 16} | sizes))
@@ -251,6 +252,7 @@ def test_more_sequences_than_a_grid_has_in_its_second_dimension(gpu: torch.devic
 
 @pytest.mark.usefixtures("memory_given_back")
 def test_results_of_more_than_2_31_elements(gpu: torch.device) -> None:
+    """E4: stores."""
     skip_unless_free(gpu, 24)
     batch = 2**31 // 256 + 1
     x = with_exact_delta(inputs_of(gpu, heads_q=1, len_q=1, len_k=1, dim=256))
@@ -283,6 +285,7 @@ def wide(gpu: torch.device) -> Iterator[Tensor]:
 @pytest.mark.parametrize("name", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("dimension", FAR)
 def test_offsets_beyond_32_bits(dimension: str, name: str, gpu: torch.device, wide: Tensor) -> None:
+    """E1, E2: one tensor at a time."""
     sizes, which, stride = FAR[dimension]
     x = with_exact_delta(inputs_of(gpu, **sizes))
     t = getattr(x, name)
@@ -347,6 +350,7 @@ def reference(x: Inputs) -> dict[str, Tensor]:
 
 
 def test_float32_products_are_ieee_unless_tf32_is_allowed(gpu: torch.device) -> None:
+    """F4, F5."""
     x = inputs_of(gpu, dtype="float32", dim=64, heads_q=2, heads_kv=2, len_q=129, len_k=131)
     exact, ieee, tf32 = reference(x), attend(x), attend(x, allow_tf32=True)
     assert_same_bits(attend(x, allow_tf32=False), ieee)

@@ -67,6 +67,7 @@ def test_the_backward_operator_keeps_the_rules_of_torch_library(name: str, devic
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_fake_operators_foresee_shapes_dtypes_and_strides(name: str, device: torch.device) -> None:
+    """D5, D8."""
     x, causal = arguments_of(name, device)
     out, lse = forward_operator(x.q, x.k, x.v, causal, 0.2, False)
     calls: list[tuple[Any, tuple[Any, ...]]] = [(forward_operator, (x.q, x.k, x.v, causal, 0.2, False))]
@@ -191,6 +192,7 @@ def test_compiled_inside_of_a_model_it_gives_the_same_bits(device: torch.device)
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_compiled_function_serves_all_lengths(device: torch.device) -> None:
+    """M4."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flash_attention, fullgraph=True, backend=counter, dynamic=True)
     for len_q, len_k in ((17, 19), (33, 36), (40, 45)):

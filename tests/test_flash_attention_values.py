@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,7 @@ def test_a_gradient_beyond_the_dtype_is_infinity(dtype: str, large: float, devic
 def test_with_one_key_out_is_v_however_large_the_score(
     dtype: str, scale: float | None, device: torch.device
 ) -> None:
+    """F1."""
     x = inputs_of(device, dtype=dtype, dim=64, len_q=5, len_k=1, heads_kv=2)
     if scale is None and dtype != "float16":  # the score comes from q and k: about 1e11
         x = replace(x, q=torch.full_like(x.q, 133120.0), k=torch.full_like(x.k, 133120.0))
@@ -174,6 +176,42 @@ def test_allow_tf32_does_not_touch_16_bit_inputs(dtype: str, device: torch.devic
 
 
 def test_the_first_row_sees_one_key(device: torch.device) -> None:
+    """B13."""
     x = inputs_of(device, heads_q=1, len_q=35, len_k=35)
     out = flash_attention(x.q, x.k, x.v, causal=True)
     assert same_bits(out[:, :, 0], x.v[:, :, 0])
+
+
+# ---------------------------------------------------------------- what the lse is for, what options are for
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_halves_of_the_keys_merge_by_their_lse(dtype: str, device: torch.device) -> None:
+    """G4: the lse is of the scores as they are, not relative to anything of the half's own."""
+    x = inputs_of(device, dtype=dtype, len_q=5, heads_kv=2)
+    middle = x.k.shape[2] // 3
+    halves = [
+        attend(replace(x, k=x.k[:, :, keys] + 1, v=x.v[:, :, keys]), wanted="")
+        for keys in (slice(None, middle), slice(middle, None))
+    ]
+    whole = attend(replace(x, k=x.k + 1), wanted="")
+    lse = torch.logaddexp(halves[0]["lse"].double(), halves[1]["lse"].double())
+    weights = [(half["lse"].double() - lse).exp()[..., None] for half in halves]
+    out = sum(weight * half["out"].double() for weight, half in zip(weights, halves, strict=True))
+    torch.testing.assert_close(whole["lse"].double(), lse, rtol=1e-5, atol=1e-5)
+    eps = 2 * torch.finfo(x.q.dtype).eps  # three roundings of half a step each, and P's
+    torch.testing.assert_close(whole["out"].double(), out, rtol=eps, atol=eps)
+
+
+def test_every_option_does_something(device: torch.device) -> None:
+    """M11. `deterministic` and `validate` are tested elsewhere: they change no number."""
+    x = inputs_of(device, dtype="float32", dim=64)
+    plain = attend(x)
+    options: list[dict[str, Any]] = [{"causal": True}, {"scale": 0.2}]
+    if device.type == "cuda":  # the interpreter computes with float32 whatever it is told
+        options.append({"allow_tf32": True})
+    for option in options:
+        found = attend(x, **option)
+        for name, t in found.items():
+            same = same_bits(t, plain[name])
+            assert not same, f"{name} does not change with {option}"

@@ -28,6 +28,9 @@ class Inputs:
 
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), d_out (B, Hq, Sq, Dv), d_lse (B, Hq, Sq);
     d_out is None without a backward, d_lse unless the case has one.
+
+    Of a ragged batch the sequences lie behind one another along the rows: q (1, Hq, total_q, D),
+    k (1, Hkv, total_k, D), ..., d_lse (1, Hq, total_q). Rows past the last sequence are NaN.
     """
 
     q: torch.Tensor
@@ -39,6 +42,31 @@ class Inputs:
 
 def make_inputs(case: Case) -> Inputs:
     """The inputs of a case."""
+    return _ragged(case) if case.ragged else _dense(case)
+
+
+def _ragged(case: Case) -> Inputs:
+    """The inputs of each sequence behind one another, then NaN: nothing may read what lies past them."""
+    dtype = getattr(torch, case.dtype)
+    past = {
+        name: torch.full(shape, math.nan, dtype=torch.float32 if name == "d_lse" else dtype)
+        for name, shape in _shapes(case, *case.past).items()
+    }
+    parts = [*(vars(_dense(sequence)) for sequence in case.sequences()), past]
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([part[name] for part in parts], dim=2)
+
+    return Inputs(
+        q=joined("q"),
+        k=joined("k"),
+        v=joined("v"),
+        d_out=joined("d_out") if case.backward else None,
+        d_lse=joined("d_lse") if case.d_lse else None,
+    )
+
+
+def _dense(case: Case) -> Inputs:
     x = dict(zip(("q", "k", "v", "d_out"), _regime(case), strict=True))
     if case.layout == "expanded":  # one head's memory serves all heads
         for name in EXPANDED:
@@ -48,7 +76,8 @@ def make_inputs(case: Case) -> Inputs:
     d_lse = None
     if case.d_lse:
         draw = _integers if case.values == "exact" else _normal
-        d_lse = torch.from_numpy(draw(case, "d_lse", (case.batch, case.heads_q, case.len_q))).float()
+        shape = _shapes(case, case.len_q, case.len_k)["d_lse"]
+        d_lse = torch.from_numpy(draw(case, "d_lse", shape)).float()
     return Inputs(
         q=tensors["q"],
         k=tensors["k"],
@@ -98,18 +127,21 @@ def _integers(case: Case, tensor: str, shape: tuple[int, ...]) -> Array:
 # ---------------------------------------------------------------- regimes
 
 
-def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    B, Hq, Hkv = case.batch, case.heads_q, case.heads_kv
+def _shapes(case: Case, len_q: int, len_k: int) -> dict[str, tuple[int, ...]]:
+    """Of all tensors, with so many rows; a ragged batch is one entry."""
+    B, Hq, Hkv = 1 if case.ragged else case.batch, case.heads_q, case.heads_kv
     return {
-        "q": (B, Hq, case.len_q, case.dim),
-        "k": (B, Hkv, case.len_k, case.dim),
-        "v": (B, Hkv, case.len_k, case.dim_v),
-        "d_out": (B, Hq, case.len_q, case.dim_v),
+        "q": (B, Hq, len_q, case.dim),
+        "k": (B, Hkv, len_k, case.dim),
+        "v": (B, Hkv, len_k, case.dim_v),
+        "d_out": (B, Hq, len_q, case.dim_v),
+        "d_lse": (B, Hq, len_q),
     }
 
 
 def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
-    q, k, v, d_out = (_normal(case, name, shape) for name, shape in _shapes(case).items())
+    shapes = _shapes(case, case.len_q, case.len_k)
+    q, k, v, d_out = (_normal(case, name, shapes[name]) for name in ("q", "k", "v", "d_out"))
     Sk, D = case.len_k, case.dim
     match case.values:
         case "normal":
@@ -158,8 +190,8 @@ def _one_hot(case: Case) -> tuple[Array, Array]:
     """
     Sq, Sk, D = case.len_q, case.len_k, case.dim
     scale = abs(case.effective_scale)
-    q = np.zeros(_shapes(case)["q"])
-    k = np.zeros(_shapes(case)["k"])
+    shapes = _shapes(case, Sq, Sk)
+    q, k = np.zeros(shapes["q"]), np.zeros(shapes["k"])
     if Sk == 0 or scale == 0:
         return q, k
     width = min(max(1, (Sk - 1).bit_length()), D)

@@ -1,4 +1,4 @@
-"""Implementations: what --impl may name, what lies outside of the claims, which results are no results."""
+"""Implementations: what --impl may name, and what lies outside of the claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from reports.records import Record
 from tests.cases import DTYPES, Case
 from tests.comparison import compare
 from tests.implementations import Claims, Implementation, ImplementationError, environment, load
@@ -82,6 +81,7 @@ OUTSIDE: dict[str, tuple[Case, dict[str, Any]]] = {
     "empty inputs": (Case(len_q=0, len_k=0, grad="none"), {"empty": True}),
     "a backward": (Case(grad="q"), {"backward": True}),
     "inputs that are not contiguous": (Case(layout="offset", grad="none"), {"strided": True}),
+    "ragged batches": (Case(lengths=((16, 16),), layout="bshd", grad="none"), {"ragged": True}),
 }
 
 
@@ -98,6 +98,39 @@ def test_each_kind_of_empty_input_is_one(nothing: str) -> None:
     assert "empty inputs" in Claims().refusal(case)
 
 
+@pytest.mark.parametrize(
+    ("case", "wants"),
+    [
+        (Case(lengths=((3, 3), (4, 4)), layout="bshd"), ""),
+        (Case(lengths=((3, 3), (4, 4)), past=(2, 1), layout="bshd"), ""),
+        (Case(lengths=((3, 4), (4, 3)), layout="bshd"), "Sq != Sk"),
+        (Case(lengths=((4, 4), (4, 3)), layout="bshd", causal=True), "Sq != Sk, rows that see no key"),
+        (Case(lengths=((4, 4), (0, 0)), layout="bshd"), "empty inputs"),
+        (Case(lengths=(), past=(3, 2), layout="bshd"), "empty inputs"),
+        (Case(lengths=((4, 4), (2, 0)), layout="bshd"), "Sq != Sk, rows that see no key, empty inputs"),
+        (Case(lengths=((3, 3),), layout="bhsd"), "inputs that are not contiguous"),
+    ],
+    ids=str,
+)
+def test_what_any_sequence_wants_is_wanted_of_a_ragged_batch(case: Case, wants: str) -> None:
+    assert Claims(ragged=True, backward=True).refusal(case) == wants
+
+
+def test_ragged_batches_cannot_be_claimed_without_a_function_for_them() -> None:
+    with pytest.raises(ValueError, match="mine claims ragged batches, and no function for them is given"):
+        Implementation("mine", lambda: None, Claims(ragged=True), lambda device: "cpu")
+
+
+def test_our_own_claims_everything() -> None:
+    own = load("triton")
+    case = Case(
+        lengths=((4, 0), (0, 3), (5, 2)), heads_q=2, dim_v=32, dtype="bfloat16", causal=True, d_lse=True
+    )
+    assert own.claims.refusal(case) == ""
+    assert own.tiles is not None
+    assert own.tiles(case, CPU) == own.tiles(replace(case, lengths=None), CPU)
+
+
 def test_all_that_a_case_wants_is_listed() -> None:
     case = Case(len_q=5, len_k=3, causal=True, d_lse=True)
     wants = "Sq != Sk, rows that see no key, a backward, gradients through the lse"
@@ -111,134 +144,6 @@ def test_a_case_outside_of_the_claims_is_recorded_and_not_run() -> None:
     record = compare(Case(len_k=17), Implementation("never", never, Claims(), lambda device: "cpu"), CPU)
     assert (record.status, record.reason) == ("not claimed", "Sq != Sk, a backward")
     assert not record.verdicts
-
-
-# ---------------------------------------------------------------- results that are no results
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, return_lse: bool) -> Any:
-    """Differentiable attention in float32 by its definition, for square cases."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    s = scale * q.float() @ k.float().mT
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    out = (s.softmax(-1) @ v.float()).to(q.dtype)
-    return (out, s.logsumexp(-1)) if return_lse else out
-
-
-CLAIMS = Claims(backward=True, lse=True, lse_grad=True)
-CASE = Case(heads_q=2, heads_kv=2, len_q=20, len_k=20, d_lse=True, dtype="float32")
-FORWARD = replace(CASE, grad="none", d_lse=False)
-
-
-def compared(function: Any, case: Case = CASE, claims: Claims = CLAIMS) -> Record:
-    return compare(case, Implementation("mine", function, claims, lambda device: "cpu"), CPU)
-
-
-@pytest.mark.parametrize(
-    "case", [CASE, FORWARD, replace(CASE, causal=True, grad="kv", dtype="float16")], ids=str
-)
-def test_a_right_implementation_is_held(case: Case) -> None:
-    record = compared(attention, case)
-    assert record.status == "held", record.reason
-    gradients = [f"d{name}" for name in "qkv" if case.backward and name in case.grad]
-    assert list(record.tensors) == ["out", "lse", *gradients]
-
-
-def changing(**changes: Any) -> Any:
-    """The right implementation, with its out or lse replaced by a function of it."""
-
-    def changed(*tensors: Tensor, **options: Any) -> Any:
-        out, lse = attention(*tensors, **options)
-        return changes.get("out", lambda x: x)(out), changes.get("lse", lambda x: x)(lse)
-
-    return changed
-
-
-RESULTS = {
-    "an out with heads and queries exchanged": (
-        changing(out=lambda x: x.transpose(1, 2)), "out", "shape (1, 20, 2, 16), not (1, 2, 20, 16)",
-    ),
-    "an out without a batch": (changing(out=lambda x: x[0]), "out", "shape (2, 20, 16), not (1, 2, 20, 16)"),
-    "an out in float64": (changing(out=lambda x: x.double()), "out", "torch.float64, not torch.float32"),
-    "an out elsewhere": (changing(out=lambda x: x.to("meta")), "out", "on meta, not on cpu"),
-    "an out in NumPy": (changing(out=lambda x: x.detach().numpy()), "out", "it is a ndarray"),
-    "an lse with one more dimension": (
-        changing(lse=lambda x: x[..., None]), "lse", "shape (1, 2, 20, 1), not (1, 2, 20)",
-    ),
-    "an lse in float16": (changing(lse=lambda x: x.half()), "lse", "torch.float16, not torch.float32"),
-    "nothing": (lambda *tensors, **options: None, "out", "it is a NoneType"),
-    "out alone": (lambda *t, **options: attention(*t, **options)[0], "lse", "it is a NoneType"),
-    "three things": (lambda *t, **options: (*attention(*t, **options), 0), "out", "it is a tuple"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("result", RESULTS)
-@pytest.mark.parametrize("case", [CASE, FORWARD], ids=["backward", "forward"])
-def test_what_is_not_the_tensor_asked_for_is_red(result: str, case: Case) -> None:
-    function, tensor, note = RESULTS[result]
-    record = compared(function, case)
-    broken = [v for v in record.verdicts if not v.held]
-    assert record.status == "broken"
-    assert (broken[0].tensor, broken[0].reference, broken[0].note) == (tensor, "contract", note)
-    assert broken[0].rule == "a tensor of the right shape, dtype and device"
-    assert tensor not in record.tensors
-
-
-def test_one_tensor_is_asked_for_where_no_lse_is_claimed() -> None:
-    claims = Claims()
-    assert compared(attention, FORWARD, claims).status == "held"
-    record = compared(lambda *t, **options: (attention(*t, **options), None), FORWARD, claims)
-    assert record.reason == "out: a tensor of the right shape, dtype and device"
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_gradient_that_is_none_is_red(name: str) -> None:
-    def cut(*tensors: Tensor, **options: Any) -> Any:
-        return attention(
-            *(t.detach() if n == name else t for n, t in zip("qkv", tensors, strict=True)), **options
-        )
-
-    record = compared(cut)
-    (broken,) = [v for v in record.verdicts if not v.held]
-    assert (broken.tensor, broken.note) == (f"d{name}", "it is a NoneType")
-    assert record.status == "broken"
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_an_input_changed_in_place_is_red(name: str) -> None:
-    def scribbling(*tensors: Tensor, **options: Any) -> Any:
-        result = attention(*tensors, **options)
-        tensors["qkv".index(name)].detach()[0, 1, 19, 3] += 1
-        return result
-
-    record = compared(scribbling, FORWARD)
-    assert record.reason == f"{name}: input unchanged"
-    assert record.status == "broken"
-
-
-def test_an_exception_is_red_and_says_what_was_raised() -> None:
-    def raising(*tensors: Tensor, **options: Any) -> Any:
-        raise ZeroDivisionError("no kernel\nfor this GPU")
-
-    record = compared(raising)
-    (broken,) = record.verdicts
-    assert record.status == "broken"
-    assert record.reason == "raised ZeroDivisionError: no kernel"
-    assert (broken.rule, broken.note) == ("does not raise", "ZeroDivisionError: no kernel\nfor this GPU")
-
-
-def test_a_result_without_a_graph_is_red_where_gradients_are_claimed() -> None:
-    record = compared(changing(out=Tensor.detach, lse=Tensor.detach))
-    assert record.status == "broken"
-    assert "does not require grad" in record.reason
-
-
-def test_a_wrong_option_is_no_way_out() -> None:
-    """An implementation that does not take what the convention asks for is red, not skipped."""
-    record = compared(lambda q, k, v: q)
-    assert record.status == "broken"
-    assert "unexpected keyword argument" in record.reason
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,65 @@ def test_expanded_inputs_have_equal_heads_and_the_others_have_not(values: str) -
     assert not torch.equal(one_each.v[:, 0], one_each.v[:, 1])
 
 
+# ---------------------------------------------------------------- ragged batches
+
+RAGGED = replace(PINNED, lengths=((5, 7), (0, 3), (4, 0), (5, 7)), past=(2, 1))
+
+
+def test_bits_of_a_ragged_batch_never_change() -> None:
+    assert digest(RAGGED) == "593645a9f473c7b8"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", REGIMES)
+@pytest.mark.parametrize("layout", ["bhsd", "expanded"])
+def test_a_sequence_has_the_values_of_its_dense_case(layout: str, values: str, dtype: str) -> None:
+    case = replace(RAGGED, values=values, dtype=dtype, layout=layout)
+    inputs = make_inputs(case)
+    rows = {"q": 0, "k": 0, "v": 0, "d_out": 0, "d_lse": 0}
+    for sequence in case.sequences():
+        for name, x in vars(make_inputs(sequence)).items():
+            found = getattr(inputs, name)[:, :, rows[name] : rows[name] + x.shape[2]]
+            assert torch.equal(found, x)
+            assert found.dtype == x.dtype
+            rows[name] += x.shape[2]
+    assert rows == {"q": 14, "k": 17, "v": 17, "d_out": 14, "d_lse": 14}
+
+
+def test_sequences_of_equal_lengths_have_other_values() -> None:
+    q = make_inputs(RAGGED).q
+    assert not torch.equal(q[:, :, :5], q[:, :, 9:14])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [RAGGED.lengths, (), ((0, 0),)], ids=str)
+@pytest.mark.parametrize("past", [(0, 0), (2, 1), (0, 3)], ids=str)
+def test_rows_past_the_last_sequence_are_nan_and_no_others(
+    past: tuple[int, int], lengths: tuple[tuple[int, int], ...], dtype: str
+) -> None:
+    case = replace(RAGGED, lengths=lengths, past=past, dtype=dtype)
+    shapes = {
+        "q": (1, 4, case.len_q, 24),
+        "k": (1, 2, case.len_k, 24),
+        "v": (1, 2, case.len_k, 16),
+        "d_out": (1, 4, case.len_q, 16),
+        "d_lse": (1, 4, case.len_q),
+    }
+    for name, x in vars(make_inputs(case)).items():
+        end = x.shape[2] - past[name in ("k", "v")]
+        assert x.shape == shapes[name]
+        assert x.dtype == (torch.float32 if name == "d_lse" else getattr(torch, dtype))
+        assert x.is_contiguous()
+        assert x[:, :, :end].isfinite().all()
+        assert x[:, :, end:].isnan().all()
+
+
+def test_gradients_of_a_ragged_batch_are_there_only_if_the_case_has_them() -> None:
+    forward, backward = (make_inputs(replace(RAGGED, grad=grad, d_lse=False)) for grad in ("none", "v"))
+    assert (forward.d_out, forward.d_lse, backward.d_lse) == (None, None, None)
+    assert backward.d_out is not None
+
+
 # ---------------------------------------------------------------- regimes
 
 SOME = Case(heads_q=4, heads_kv=2, len_q=96, len_k=96, dim=32, dim_v=32, seed=2)

@@ -123,6 +123,7 @@ def by_reference(case: Case) -> dict[str, list[NDArray[np.float64] | None]]:
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_the_three_references_agree_in_float64(case: Case) -> None:
+    """B10: each has a mask of its own, and SDPA's `is_causal`, aligned at the top left, is none of them."""
     size = magnitudes(case.tensors(), case.scale)
     found = by_reference(case)
     for (one, results), (other, others) in combinations(found.items(), 2):
