@@ -35,6 +35,7 @@ REGIMES = {
     "very-negative": "every score near -60000",
     "growing": "scores that grow with the key: the running maximum changes in every tile",
     "mean": "v and d_out 1 +- 0.1",
+    "loud": "every other head 50 times as large: what is taken from the wrong one dominates",
     "exact": "one-hot rows of small integers: the result is exact in every dtype",
 }
 """Value regimes and what they are."""

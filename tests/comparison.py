@@ -25,8 +25,13 @@ from . import ragged
 from .cases import Case
 from .execution import run
 from .implementations import OWN, Implementation, environment
-from .judge import judge
+from .judge import judge, judge_again
 from .values import Inputs, make_inputs
+
+Array = NDArray[np.float64]
+
+REPEATED = frozenset({"recipe", "corpus", "replay"})
+"""Which cases run three times through an implementation on the CPU, where that is slow; on a GPU all do."""
 
 
 def compare(
@@ -49,7 +54,8 @@ def compare(
         backward=case.backward,
         replay=replay(case, implementation, path),
     )
-    refusal = implementation.claims.refusal(case)
+    claims = implementation.claims
+    refusal = claims.refusal(case)
     if refusal:
         return record(status="not claimed", reason=refusal)
 
@@ -58,7 +64,8 @@ def compare(
         inputs = make_inputs(case)
     try:
         with clock("implementation"):
-            execution = run(implementation, case, inputs, device, hostile=device.type == "cuda")
+            hostile = device.type == "cuda" or origin in REPEATED
+            execution = run(implementation, case, inputs, device, hostile)
         results, verdicts = execution.results, execution.verdicts
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
@@ -81,7 +88,11 @@ def compare(
             part.case,
             Inputs(**given),
             {name: part.of(name, x) for name, x in results.items()},
-            implementation.claims.rounding,
+            {
+                rule: {name: part.of(name, x) for name, x in again.items() if not claims.repeatable(name)}
+                for rule, again in execution.repeats.items()
+            },
+            claims.rounding,
             tiles,
             clock,
         )
@@ -106,7 +117,8 @@ def compare(
 def _judged(
     case: Case,
     inputs: Inputs,
-    results: Mapping[str, NDArray[np.float64]],
+    results: Mapping[str, Array],
+    repeats: Mapping[str, Mapping[str, Array]],
     rounding: Rounding,
     tiles: emulation.Tiles | None,
     clock: _Clock,
@@ -114,7 +126,7 @@ def _judged(
     """Judges the results of a dense case against the three references.
 
     Args:
-        case, inputs, results: of `run`.
+        case, inputs, results, repeats: of `run`.
         rounding: where the implementation rounds.
         tiles: those of the implementation, if known.
         clock: takes the time of each reference.
@@ -150,7 +162,10 @@ def _judged(
             )
         )
     with clock("judge"):
-        return judge(case, results, exact, in_float64, emulated, tiles is not None, in_own)
+        verdicts, summaries = judge(case, results, exact, in_float64, emulated, tiles is not None, in_own)
+        for rule, again in repeats.items():
+            verdicts += judge_again(case, again, exact, rule)
+        return verdicts, summaries
 
 
 def replay(case: Case, implementation: Implementation, path: str) -> str:

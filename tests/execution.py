@@ -93,8 +93,7 @@ def run(
         repeats[rule] = repeated
         verdicts = _merged(verdicts, more, rule)
         for name, x in results.items():
-            claims = implementation.claims
-            if claims.deterministic_backward if name in ("dq", "dk", "dv") else claims.deterministic:
+            if implementation.claims.repeatable(name):
                 verdicts.append(_same(name, x, repeated.get(name), rule))
     return Execution(results, verdicts, repeats)
 

@@ -73,6 +73,10 @@ class Claims:
     deterministic_backward: bool = False
     rounding: Rounding = OURS
 
+    def repeatable(self, tensor: str) -> bool:
+        """Whether a result ("out", "lse", "dq", ...) is claimed to be the same bit for bit in each run."""
+        return self.deterministic_backward if tensor.startswith("d") else self.deterministic
+
     def narrowed(self, case: Case) -> Case:
         """The case without the gradients that are not claimed: its forward is worth testing."""
         grad = case.grad if self.backward else "none"

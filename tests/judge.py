@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,6 +44,9 @@ RESOLVED = 8
 
 ROWS_FOR_EMULATION = 16
 """Fewer rows say nothing about the emulation: one flipped rounding of P moves a whole row."""
+
+WITHIN_BUDGET = frozenset({"hard bound", "finite where it should be"})
+"""The rules that a further run of a case is judged by."""
 
 AGREEMENT = 1e-12
 """Relative error of float64 references among themselves."""
@@ -82,6 +86,21 @@ def judge(
         p = own_precision[name] if own_precision is not None else None
         summaries[name] = tensor.summary(p)
     return verdicts, summaries
+
+
+def judge_again(case: Case, again: Mapping[str, Array], oracle: Result, rule: str) -> list[Verdict]:
+    """Whether a further run of a case, which need not give the same bits, is within the hard bound too.
+
+    Args:
+        case, oracle: as of `judge`.
+        again: the tensors of that run.
+        rule: what it is called: how that run differs from the one that is judged.
+    """
+    found = []
+    for name, x in again.items():
+        tensor = _Tensor(name, x, getattr(oracle, name), case, oracle)
+        found += [v for v in tensor.verdicts() if v.rule in WITHIN_BUDGET]
+    return [msgspec.structs.replace(v, rule=f"{rule}: {v.rule}") for v in found]
 
 
 class _Tensor:

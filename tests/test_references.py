@@ -1,6 +1,7 @@
 """The main job: an implementation against the three references, tensor by tensor, rule by rule.
 
-In this order: the corpus, the edges, generated cases. `--case ID` runs the given cases and nothing else.
+In this order: the corpus, recipes of faults seen in the field, the edges, generated cases. `--case ID` runs the
+given cases and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .cases import Case
 from .comparison import explain
 from .corpus import read_corpus
 from .edges import edges
+from .recipes import recipes
 from .session import Broke, Session, interpreted
 from .strategies import PROFILES, SHARD, cases, generation, shard_of
 
@@ -35,6 +37,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = config.stash[SESSION]
     if "case" in metafunc.fixturenames:
         name = metafunc.function.__name__
+        if name == "test_recipe":
+            if not config.option.case:
+                _parametrize_recipes(metafunc, session)
+            else:
+                metafunc.parametrize(("number", "case"), [])
+            return
         if name == "test_replay":
             found = config.option.case
         elif config.option.case:
@@ -54,6 +62,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("shard", range(count))
 
 
+def _parametrize_recipes(metafunc: pytest.Metafunc, session: Session) -> None:
+    claims = session.implementation.claims
+    pairs = [
+        (number, case)
+        for number, cases in recipes(session.tile(Case(dim=16, dim_v=16))).items()
+        for case in dict.fromkeys(map(claims.narrowed, cases))
+    ]
+    ids = [f"{number}-{case.id}" for number, case in pairs]
+    metafunc.parametrize(("number", "case"), pairs, ids=ids)
+
+
 def test_replay(case: Case, session: Session, record_property: Property) -> None:
     with _explained(session, "replay"):
         record_property("comparison", session.check(case, "replay").status)
@@ -62,6 +81,12 @@ def test_replay(case: Case, session: Session, record_property: Property) -> None
 def test_corpus(case: Case, session: Session, record_property: Property) -> None:
     with _explained(session, "corpus"):
         record_property("comparison", session.check(case, "corpus").status)
+
+
+def test_recipe(number: str, case: Case, session: Session, record_property: Property) -> None:
+    """What broke kernels in the field, by its number in field_bugs.md."""
+    with _explained(session, "recipe"):
+        record_property("comparison", session.check(case, "recipe").status)
 
 
 def test_edge(case: Case, session: Session, record_property: Property) -> None:

@@ -175,6 +175,9 @@ def _regime(case: Case) -> tuple[Array, Array, Array, Array]:
             k = 0.5 * k + 16 * ramp * direction / math.sqrt(D)
         case "mean":
             v, d_out = 1 + 0.1 * v, 1 + 0.1 * d_out
+        case "loud":
+            for x in (k, v, d_out):
+                x[:, 1::2] *= 50
         case "exact":
             q, k = _one_hot(case)
             v, d_out = (_integers(case, n, x.shape) for n, x in (("v", v), ("d_out", d_out)))
