@@ -123,21 +123,6 @@ def _ragged(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
     def of(*lengths: tuple[int, int], **changes: object) -> Case:
         return Case(**{**vars(some), "lengths": lengths, **changes})
 
-    # reported of others: sequences without queries in the backward (dk, dv there are 0, not left out) ...
-    yield of((0, 20), (33, 20), (0, 50), heads_q=4)
-    # ... no query, then no key: 0 / 0, or the lse of a neighbour overwritten
-    yield of((5, 7), (0, 5), (4, 0))
-    yield of((7, 9), (5, 0), (BM + 1, 3), heads_kv=2, dtype="bfloat16")
-    # ... dq cut by the tile instead of by the end of its sequence, a padded head dimension
-    for causal in (True, False):
-        yield of((15, 15), (35, 35), (47, 47), dim=100, dim_v=100, heads_kv=2, causal=causal)
-    # ... gradients of the rows past the end never written
-    yield of((15, 15), (18, 18), past=(7, 7))
-    # ... NaN in dq: nearly all rows see nothing
-    yield of((76, 1), (34, 1), (146, 1), causal=True, values="large", d_lse=False)
-    # ... the bound of the longest sequence where that of the own belongs: from five sequences on
-    yield of((9, 5), (BM + 1, BN + 3), (1, 1), (BM - 3, 2), (3, 2 * BN + 1), (4, 4), causal=True)
-
     # no sequence; nothing but rows past the end
     yield of()
     yield of(past=(3, 5))

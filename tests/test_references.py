@@ -1,7 +1,7 @@
 """The main job: an implementation against the three references, tensor by tensor, rule by rule.
 
-In this order: the corpus, recipes of faults seen in the field, the edges, generated cases. `--case ID` runs the
-given cases and nothing else.
+In this order: the corpus, recipes of faults seen in the field, the edges, generated cases. `--case ID`
+runs the given cases and nothing else.
 """
 
 from __future__ import annotations
