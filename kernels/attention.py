@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .checks import check_flags, check_tensors, checked_scale
+from .checks import check_flags, check_no_tangents, check_tensors, checked_scale
 
 NAMESPACE = "attention_proving_ground"
 
@@ -61,11 +61,12 @@ def flash_attention(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes that do not fit, a head dimension out of range, a scale that is not finite.
-        RuntimeError: a device that the kernels do not run on.
+        RuntimeError: a device that the kernels do not run on; forward-mode differentiation.
     """
     check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
                 allow_tf32=allow_tf32)  # fmt: skip
     check_tensors(q, k, v)
+    check_no_tangents(q=q, k=k, v=v)
     scale = checked_scale(scale, q.shape[3])
     out, lse = _forward(q, k, v, causal, scale, allow_tf32)
     return (out, lse) if return_lse else out

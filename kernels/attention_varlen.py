@@ -14,6 +14,7 @@ from .checks import (
     check_flags,
     check_lengths,
     check_max_seqlen,
+    check_no_tangents,
     check_ragged_tensors,
     checked_scale,
 )
@@ -84,11 +85,13 @@ def flash_attention_varlen(
         ValueError: shapes or devices that do not fit, a head dimension out of range, a scale that is not
             finite; with `validate`, offsets that decrease or point past the tensors, or a sequence
             longer than max_seqlen_q or max_seqlen_k.
-        RuntimeError: a device that the kernels do not run on; `validate` while a CUDA graph is captured.
+        RuntimeError: a device that the kernels do not run on; forward-mode differentiation; `validate`
+            while a CUDA graph is captured.
     """
     check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
                 allow_tf32=allow_tf32, validate=validate)  # fmt: skip
     check_ragged_tensors(q, k, v)
+    check_no_tangents(q=q, k=k, v=v)
     check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     check_max_seqlen(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     scale = checked_scale(scale, q.shape[2])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
@@ -55,10 +56,26 @@ def _check_kind(named: Mapping[str, Tensor], dimensions: str) -> None:
             raise TypeError(f"{name} is {t.dtype} and q is {q.dtype}; they must be the same")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device} and q on {q.device}; they must be the same")
-        if t.layout != torch.strided:
-            raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
+        if t.layout != torch.strided or t.is_nested:
+            layout = "nested" if t.is_nested else t.layout
+            raise TypeError(f"{name} has layout {layout}; it must be torch.strided")
         if t.ndim != int(dimensions[0]):
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must have {dimensions}")
+
+
+def check_no_tangents(**tensors: Tensor) -> None:
+    """Raises RuntimeError under forward-mode differentiation, which has no formula here.
+
+    PyTorch would take the tangents of the results to be 0 without a word.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, t in tensors.items():
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(
+                f"{name} has a tangent; it must have none: there are gradients (backward), but no"
+                " forward-mode derivatives (jvp)"
+            )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> None:

@@ -145,6 +145,19 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_forward_mode_derivative_is_refused(name: str, device: torch.device) -> None:
+    x = inputs_of(device, len_q=3, len_k=5)
+
+    def through(t: Tensor) -> Tensor:
+        given = {"q": x.q, "k": x.k, "v": x.v} | {name: t}
+        return flash_attention(**given)
+
+    t = getattr(x, name)
+    with pytest.raises(RuntimeError, match=f"{name} has a tangent; it must have none"):
+        torch.func.jvp(through, (t,), (torch.ones_like(t),))
+
+
 @pytest.mark.parametrize("changed", ["q", "k", "v", "out", "lse"])
 def test_what_the_backward_reads_must_not_change_before_it(changed: str, device: torch.device) -> None:
     x = inputs_of(device, len_q=3, len_k=5)

@@ -53,6 +53,10 @@ TYPE_ERRORS: dict[str, tuple[dict[str, Change], str]] = {
         {"q": lambda t: t.to_sparse()},
         "q has layout torch.sparse_coo; it must be torch.strided",
     ),
+    "q is nested": (
+        {"q": lambda t: torch.nested.nested_tensor(list(t))},
+        "q has layout nested; it must be torch.strided",
+    ),
     "all are float64": (
         dict.fromkeys("qkv", dtype("float64")),
         "q is torch.float64; it may be float16, bfloat16 or float32",
