@@ -54,14 +54,14 @@ def list_tiles(Tiles, CuSeqlens, CuSeqlensOther, batch, total, total_other, n_ti
     s = tl.program_id(0)
     first, length = sequence(CuSeqlens, s, batch, total)
     first_other, length_other = other_side(CuSeqlensOther, s, batch, total_other)
-    before = 0
-    all_tiles = 0
+    before = tl.full([], 0, tl.int64)  # overlapping sequences, against the rules, may have more than 2**31
+    all_tiles = tl.full([], 0, tl.int64)
     for start in range(0, batch + 1, BLOCK):
         t = start + tl.arange(0, BLOCK)
         _, rows = sequence(CuSeqlens, t, batch, total)
         _, rows_other = other_side(CuSeqlensOther, t, batch, total_other)
         heavier = (rows_other > length_other) | ((rows_other == length_other) & (t < s))
-        n = tl.cdiv(rows, ROWS)
+        n = tl.cdiv(rows, ROWS).to(tl.int64)
         before += tl.sum(tl.where(heavier, n, 0))
         all_tiles += tl.sum(n)
 
@@ -77,9 +77,9 @@ def list_tiles(Tiles, CuSeqlens, CuSeqlensOther, batch, total, total_other, n_ti
         tl.store(entry + 3, first_other + 0 * i, mask=inside)
         tl.store(entry + 4, length_other + 0 * i, mask=inside)
     if s == batch:
-        for start in range(all_tiles * FIELDS, n_tiles * FIELDS, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            tl.store(Tiles + i, 0 * i, mask=i < n_tiles * FIELDS)
+        for rest in range(all_tiles * FIELDS, n_tiles * FIELDS, BLOCK):
+            free = rest + tl.arange(0, BLOCK)
+            tl.store(Tiles + free, tl.zeros([BLOCK], tl.int32), mask=free < n_tiles * FIELDS)
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def test_a_forward_mode_derivative_is_refused(name: str, device: torch.device) -
 
     def through(t: Tensor) -> Tensor:
         given = {"q": x.q, "k": x.k, "v": x.v} | {name: t}
-        return flash_attention(**given)
+        return flash_attention(given["q"], given["k"], given["v"])
 
     t = getattr(x, name)
     with pytest.raises(RuntimeError, match=f"{name} has a tangent; it must have none"):

@@ -52,7 +52,10 @@ def _ragged(case: Case) -> Inputs:
         name: torch.full(shape, math.nan, dtype=torch.float32 if name == "d_lse" else dtype)
         for name, shape in _shapes(case, *case.past).items()
     }
-    parts = [*(vars(_dense(sequence)) for sequence in case.sequences()), past]
+    parts = [
+        *(vars(_dense(sequence)) for sequence in case.sequences() if sequence.len_q or sequence.len_k),
+        past,
+    ]
 
     def joined(name: str) -> torch.Tensor:
         return torch.cat([part[name] for part in parts], dim=2)
