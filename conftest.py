@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 ROOT = Path(__file__).parent
 SEED = "FA_SEED"
 OWN = "triton"
+WRONG_USE, NOTHING_EXECUTED = 2, 3  # of the exit statuses in tests/session.py, which imports torch
 
 IMPL = "implementation under test: triton (default), module:callable or path/file.py:callable"
 CASE = "run only this case (may be given several times)"
@@ -30,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for a GPU must not start CUDA
-    worker = hasattr(config, "workerinput")
+    given = getattr(config, "workerinput", None)
+    worker = given is not None
     import torch
 
     if not worker and "OMP_NUM_THREADS" not in os.environ:
@@ -44,8 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; workers inherit it
     _guard_against_a_package_named_kernels()
 
+    from reports.folder import Folder
+    from reports.summary import PART, Summary
     from tests import session, strategies
-    from tests.cases import parse_case
     from tests.implementations import ImplementationError
 
     options = config.option
@@ -56,27 +62,52 @@ def pytest_configure(config: pytest.Config) -> None:
             _wrong_use(f"--examples is {options.examples!r}; it must be a whole number, at least 1")
         options.examples = int(options.examples)
     try:
-        options.case = [parse_case(text) for text in options.case]
+        asked = {case.id: case for case in map(session.case_to_replay, options.case)}
     except ValueError as error:
         _wrong_use(f"--case: {error}")
     profile = strategies.PROFILES[options.profile]
-    os.environ.setdefault(SEED, str(random.randrange(2**31) if profile.random else 0))
+    if not os.environ.get(SEED):
+        os.environ[SEED] = str(random.randrange(2**31) if profile.random else 0)
+    try:
+        int(os.environ[SEED])
+    except ValueError:
+        _wrong_use(f"{SEED} is {os.environ[SEED]!r}; it must be a whole number")
+    if not (gpu or session.interpreted() or _compiles_only(config)) and options.impl == OWN:
+        pytest.exit(
+            f"TRITON_INTERPRET is {os.environ['TRITON_INTERPRET']!r}, and torch {torch.__version__} finds no"
+            " usable GPU: nothing can be executed. Without that variable Triton's interpreter would run it",
+            NOTHING_EXECUTED,
+        )
     if session.interpreted():
         from tests.interpreter import patch_once_per_launch
 
         patch_once_per_launch()
-    name = config.workerinput["workerid"] if worker else "main"  # type: ignore[attr-defined]
-    config.stash[SESSION] = session.Session(options.impl, name)
+    folder = Folder(session.report_dir())
+    part = folder.part("main") if given is None else Path(given[PART])
+    config.stash[SESSION] = session.Session(options.impl, part)
     try:
-        _ = config.stash[SESSION].implementation  # before any worker starts: one message, one status
+        claims = config.stash[SESSION].implementation.claims  # before any worker: one message, one status
     except ImplementationError as error:
         _wrong_use(str(error))
+    narrowed = {name: claims.narrowed(case) for name, case in asked.items()}
+    options.case = list({case.id: case for case in narrowed.values()}.values())
     if not worker:
         from reports.figures import Figures
-        from reports.summary import Summary
 
+        less = {name: case.id for name, case in narrowed.items() if name != case.id}
         config.pluginmanager.register(Figures(), "attention-figures")
-        config.pluginmanager.register(Summary(config, session.report_dir()), "attention-summary")
+        config.pluginmanager.register(Summary(config, folder, less), "attention-summary")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    """Wrong use that pytest finds once it has read its command line has the suite's status for it."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        for message in error.args:
+            print(f"ERROR: {message}\n", file=sys.stderr)
+        return WRONG_USE
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -118,16 +149,18 @@ def _require_gpu(gpu: bool) -> None:
     import torch
 
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        pytest.exit("--require-gpu was given, and TRITON_INTERPRET is set", 3)
+        pytest.exit("--require-gpu was given, and TRITON_INTERPRET is set", NOTHING_EXECUTED)
     if not gpu:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         pytest.exit(
-            f"--require-gpu was given, and torch {torch.__version__} ({built}) finds no usable GPU", 3
+            f"--require-gpu was given, and torch {torch.__version__} ({built}) finds no usable GPU",
+            NOTHING_EXECUTED,
         )
     oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
     if oldest < (8, 0):
         pytest.exit(
-            f"--require-gpu was given, and a GPU has compute capability {oldest[0]}.{oldest[1]}, not 8.0", 3
+            f"--require-gpu was given, and a GPU has compute capability {oldest[0]}.{oldest[1]}, not 8.0",
+            NOTHING_EXECUTED,
         )
 
 
@@ -139,9 +172,9 @@ def _guard_against_a_package_named_kernels() -> None:
         pytest.exit(
             f"`import kernels` found {found}, not the folder in {ROOT}: run pytest from there, without"
             " --import-mode=importlib, or uninstall the package of that name",
-            2,
+            WRONG_USE,
         )
 
 
-def _wrong_use(message: str) -> None:
-    pytest.exit(message, 2)
+def _wrong_use(message: str) -> NoReturn:
+    pytest.exit(message, WRONG_USE)

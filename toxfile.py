@@ -1,17 +1,23 @@
-"""What tox.ini needs and tox 4 has not: environments that share a folder, and none at all.
+"""What tox.ini needs and tox 4 has not: environments that share a folder, and none at all; arguments
+for one tool only.
 
-tox loads this file by itself; `runner = ...` in tox.ini picks one of the classes.
+tox loads this file by itself; `runner = ...` in tox.ini picks one of the classes, `{own_posargs}` is what
+follows `--` if no other environment was asked for.
 """
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tox.config.sets import EnvConfigSet
 from tox.plugin import impl
+from tox.session.state import State
 from tox.tox_env.info import Info
 from tox.tox_env.python.virtual_env.runner import VirtualEnvRunner
 from tox.tox_env.register import ToxEnvRegister
@@ -70,7 +76,26 @@ class CallersPython(VirtualEnvRunner):
         return []
 
 
+@dataclass(frozen=True)
+class Words:
+    """Arguments as they stand in a command. A str or a list of them would become one argument."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
 @impl
 def tox_register_tox_env(register: ToxEnvRegister) -> None:
     register.add_run_env(SharedEnvironment)
     register.add_run_env(CallersPython)
+
+
+@impl
+def tox_add_env_config(env_conf: EnvConfigSet, state: State) -> None:
+    """In a run of several environments what follows `--` is pytest's; ruff does not know its options."""
+    asked = getattr(state.conf.options, "env", None)
+    alone = asked is not None and len(list(asked)) == 1
+    given = state.conf.pos_args(env_conf["change_dir"]) if alone else None
+    env_conf.add_constant("own_posargs", "what follows -- if nothing else runs", Words(given or ()))

@@ -89,8 +89,20 @@ _SINGLE = {
     },
 }
 
-TABLES = {2: _HALF, 4: _SINGLE}
-"""By the size of an element in bytes."""
+# On sm_90 products run from shared memory while they are waited for, so that Q takes no registers: smaller
+# tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products.
+# They are ahead of the tiles above from T = 512 to 8192, and sequences that end within a tile cost less.
+_HALF_SM90 = {
+    "forward": {64: [(64, 64, 4, 3)], 128: [(64, 64, 4, 3)]},
+    "dq": {64: [(64, 64, 4, 2)], 128: [(64, 64, 4, 2)]},
+}
+
+TABLES: dict[str, dict[str, dict[int, list[tuple[int, int, int, int]]]]] = {
+    "16 bit": _HALF,
+    "16 bit, sm_90": _HALF_SM90,
+    "32 bit": _SINGLE,
+}
+"""By what they are for; (BM, BN, warps, stages) by kernel and padded head dimension."""
 
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
 # sequences span several of them; BM and BN differ, so that a mix-up shows.
@@ -130,10 +142,12 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
     if arch.interpreted:
         return Tiles(**{kernel: Tile(*tile) for kernel, tile in _INTERPRETER.items()})
     dim = padded_head_dim(max(head_dim, head_dim_v))
-    table = TABLES[itemsize]
+    tables = [_SINGLE] if itemsize == 4 else [_HALF]
+    if itemsize == 2 and 90 <= arch.capability < 100:
+        tables.insert(0, _HALF_SM90)
 
     def first_that_fits(kernel: str) -> Tile:
-        for choice in table[kernel][dim]:
+        for choice in (choice for table in tables for choice in table.get(kernel, {}).get(dim, [])):
             tile = Tile(*choice)
             if shared_memory(arch, kernel, tile, dim, itemsize) <= arch.shared_memory:
                 return tile

@@ -23,7 +23,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """One rule applied to one tensor.
 
     Attributes:
-        tensor: "out", "lse", "dq", "dk" or "dv".
+        tensor: "out", "lse", "dq", "dk" or "dv"; of rules of the contract also an input ("q",
+            "cu_seqlens_k", ...), or "memory" for all that was allocated.
         reference: "oracle", "sdpa", "emulation", or "contract" (shapes, dtypes, inputs unchanged).
         rule: what was required.
         statistic, limit: the verdict holds if statistic <= limit; both None where there is no number.
@@ -59,7 +60,8 @@ class TensorSummary(msgspec.Struct, frozen=True):
         max_z, rms_z: of the distance to the reference in units of sigma.
         fa2: largest |x - reference| / largest |p - reference|, p being SDPA MATH in the dtype of
             the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). Where p is
-            nearly exact, in units of half an ulp of the largest |reference|. Decides nothing.
+            nearly exact, in units of half an ulp of the largest |reference|, or of what is summed where
+            that cancels to about 0. None where there is neither. Decides nothing.
 
     JSON knows no infinity: a number that is not finite is read back as None.
     """
@@ -121,11 +123,16 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 
 
+def encode(record: Record) -> bytes:
+    """The line of a file that is a record."""
+    return _encoder.encode(record) + b"\n"
+
+
 def append(path: Path, record: Record) -> None:
     """Adds a record to a file, which a crash afterwards leaves whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        file.write(_encoder.encode(record) + b"\n")
+        file.write(encode(record))
 
 
 def read(path: Path) -> list[Record]:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from . import records
+from .folder import Folder
 from .records import Record
 
-RED_CASES = "red-cases.txt"
+RECORDS, SUMMARY, RED_CASES = "records.jsonl", "summary.md", "red-cases.txt"
+"""What a run leaves in its folder."""
+
+PART = "attention_records"
+"""The file of a worker, in what pytest-xdist hands it."""
+
 WORST = 10
 """Red comparisons that are listed."""
 
@@ -29,10 +36,11 @@ class Summary:
     Args:
         config: pytest's.
         folder: where the workers write their records.
+        narrowed: ids of cases that were asked for, and of what is run in their place.
     """
 
-    def __init__(self, config: pytest.Config, folder: Path) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: pytest.Config, folder: Folder, narrowed: Mapping[str, str]) -> None:
+        self.config, self.folder, self.narrowed = config, folder, narrowed
         self.found: list[Record] = []
         self.unreadable: list[str] = []
         self.reason = "interrupted"
@@ -57,42 +65,61 @@ class Summary:
             lines.append(f"attention: {torch.cuda.get_device_name()}{code}")
         return lines
 
+    @pytest.hookimpl(tryfirst=True)  # before any worker starts
     def pytest_sessionstart(self) -> None:
-        for old in (*self.folder.glob("records*.jsonl"), self.folder / "summary.md", self.folder / RED_CASES):
-            old.unlink(missing_ok=True)
+        if self.config.option.collectonly:
+            return
+        try:
+            self.folder.begin((RECORDS, SUMMARY, RED_CASES))
+        except OSError as error:
+            from tests.session import REPORT_DIR, WRONG_USE
+
+            named = REPORT_DIR if os.environ.get(REPORT_DIR) else f"{REPORT_DIR} is not set; the folder"
+            pytest.exit(
+                f"{named} is {str(self.folder.path)!r}: nothing can be written there ({error})", WRONG_USE
+            )
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tells a worker of pytest-xdist where to write."""
+        node.workerinput[PART] = str(self.folder.part(node.workerinput["workerid"]))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self._gather()
+        read = self._gather()
         session.exitstatus, self.reason = self._decide(session, exitstatus)
-        if self.found:
-            (self.folder / "summary.md").write_text(markdown(self.found, self.reason))
+        if not self.config.option.collectonly:
+            self.folder.end(self._files() if self.found else {}, read)
 
-    def _gather(self) -> None:
-        """One file of what the workers wrote; what cannot be read is kept beside it."""
-        for part in sorted(self.folder.glob("records-*.jsonl")):
+    def _gather(self) -> list[Path]:
+        """Reads what the workers of this run wrote; returns the files that could be read."""
+        read = []
+        for part in self.folder.parts():
             try:
-                found = records.read(part)
+                self.found += records.read(part)
+                read.append(part)
             except records.RecordError as error:
                 self.unreadable.append(str(error))
-                continue
-            for record in found:
-                records.append(self.folder / "records.jsonl", record)
-            self.found += found
-            part.unlink()
-        red = _red(self.found)
-        if red:
-            lines = dict.fromkeys(f"{record.case}  # {record.reason}" for record in red)
-            (self.folder / RED_CASES).write_text("\n".join(lines) + "\n")
+        return read
+
+    def _files(self) -> dict[str, bytes | None]:
+        red = dict.fromkeys(f"{record.case}  # {record.reason}\n" for record in _red(self.found))
+        return {
+            RECORDS: b"".join(map(records.encode, self.found)),
+            SUMMARY: markdown(self.found, self.reason).encode(),
+            RED_CASES: "".join(red).encode() if red else None,
+        }
 
     def _decide(self, session: pytest.Session, exitstatus: int) -> tuple[int, str]:
         """The exit status of the run, and why. pytest's own mean other things by the same numbers."""
-        from tests.session import HELD, NOTHING_EXECUTED, exit_status
+        from tests.session import HELD, NOTHING_EXECUTED, WRONG_USE, exit_status
 
         # with pytest-xdist, -x ends as if it were interrupted
         failed = session.testsfailed > 0 or exitstatus == pytest.ExitCode.INTERNAL_ERROR
         if exitstatus == pytest.ExitCode.INTERRUPTED and not failed:
             return exitstatus, "interrupted"
+        if exitstatus == pytest.ExitCode.USAGE_ERROR:
+            return WRONG_USE, "wrong use"
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             return NOTHING_EXECUTED, NOTHING
         status, reason = exit_status(
@@ -112,6 +139,9 @@ class Summary:
                     write(line)
             for line in _counts(self.found):
                 write(line)
+            for asked, ran in self.narrowed.items():
+                write(f"without the gradients that are not claimed: {asked}")
+                write(f"  ran as {ran}")
             red = sorted(_red(self.found), key=_badness)
             if red:
                 write("")
@@ -122,12 +152,17 @@ class Summary:
                 write(f"     {record.words}")
                 write(f"     replay: {record.replay}")
             if red:
-                write(f"{len(red)} ids for tests/corpus.txt: {self.folder / RED_CASES}")
-            write(f"records: {self.folder / 'records.jsonl'}")
+                write(f"{len(red)} ids for tests/corpus.txt: {self._shown(RED_CASES)}")
+            write(f"records: {self._shown(RECORDS)}")
         for message in self.unreadable:
             write(f"records that cannot be read: {message}", red=True)
         if self.found or self.unreadable or self.reason == NOTHING:
             write(f"result: {self.reason}")
+
+    def _shown(self, name: str) -> str:
+        """A file's path as the user would write it from where he stands."""
+        path = str(self.folder.path / name)
+        return min(path, os.path.relpath(path), key=len)
 
 
 def _red(found: list[Record]) -> list[Record]:
@@ -163,10 +198,17 @@ def _counts(found: list[Record]) -> list[str]:
     return lines
 
 
+FIXED = 10_000
+"""Larger numbers are written with an exponent: a column is no wider for them."""
+
+
 def _largest(numbers: Iterable[float | None], digits: int) -> str:
     """The largest of some numbers, None being infinite."""
     found = [float("inf") if number is None else number for number in numbers]
-    return f"{max(found):.{digits}f}" if found else "-"
+    if not found:
+        return "-"
+    largest = max(found)
+    return f"{largest:.{digits}f}" if largest < FIXED else f"{largest:.3g}"
 
 
 def _rows(found: list[Record]) -> list[tuple[str, ...]]:

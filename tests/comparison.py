@@ -8,11 +8,13 @@ import shlex
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,7 +23,8 @@ from reference import emulation, oracle, sdpa
 from reference.budget import Rounding
 from reports.records import Record, TensorSummary, Verdict
 
-from . import ragged
+from . import execution as executing
+from . import fences, ragged
 from .cases import Case
 from .execution import run
 from .implementations import OWN, Implementation, environment
@@ -32,6 +35,13 @@ Array = NDArray[np.float64]
 
 REPEATED = frozenset({"recipe", "corpus", "replay"})
 """Which cases run three times through an implementation on the CPU, where that is slow; on a GPU all do."""
+
+
+SUITE = frozenset(str(module) for module in (__file__, executing.__file__, fences.__file__))
+"""Files whose lines in a traceback say nothing about the implementation."""
+
+FRAMES, TEXT = 10, 2000
+"""Lines of a traceback that are kept, the innermost, and characters of an exception's text."""
 
 
 def compare(
@@ -66,9 +76,10 @@ def compare(
         with clock("implementation"):
             hostile = device.type == "cuda" or origin in REPEATED
             execution = run(implementation, case, inputs, device, hostile)
-        results, verdicts = execution.results, execution.verdicts
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
+        results = execution.results
+        verdicts = [_handed_over(case, verdict) for verdict in execution.verdicts]
+    except (Exception, SystemExit) as error:  # what a kernel does must not end the run
+        raised = _raised(error)
         verdict = Verdict("out", "contract", "does not raise", False, note=raised)
         return record(
             status="broken",
@@ -112,6 +123,35 @@ def compare(
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
     return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
+
+
+def _raised(error: BaseException) -> str:
+    """An exception and what caused it, by their texts, and below them the innermost lines that led there.
+
+    Triton's interpreter raises its own from that of the kernel.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    texts, frames = [], []
+    for raised in chain:
+        text = f"{type(raised).__name__}: {raised}".strip()
+        texts.append(text if len(text) <= TEXT else text[:TEXT] + " ...")
+        for frame, line in traceback.walk_tb(raised.__traceback__):
+            code = frame.f_code
+            if code.co_filename not in SUITE:
+                file = min(code.co_filename, os.path.relpath(code.co_filename), key=len)
+                frames.append(f"  at {file}:{line} {code.co_qualname}")
+    return "\n".join((*"\ncaused by ".join(texts).splitlines(), *frames[-FRAMES:]))
+
+
+def _handed_over(case: Case, verdict: Verdict) -> Verdict:
+    """A verdict about the results of a ragged batch, its place as in the tensors that were handed over."""
+    if not case.ragged or verdict.where is None:
+        return verdict
+    _, head, row, *dimension = verdict.where
+    where = (head, row) if verdict.tensor == "lse" else (row, head, *dimension)
+    return msgspec.structs.replace(verdict, where=where)
 
 
 def _judged(
@@ -189,13 +229,13 @@ def explain(record: Record) -> str:
     lines = [f"{record.implementation} on {record.path}: {record.words}", ""]
     for v in sorted(record.verdicts, key=lambda v: -v.margin):
         if not v.held:
-            lines.append("  " + describe(v))
+            lines.append("  " + describe(v).replace("\n", "\n      "))
     lines += ["", "  replay: " + record.replay]
     return "\n".join(lines)
 
 
 def describe(v: Verdict) -> str:
-    """One verdict in one line."""
+    """One verdict in one line; of an exception more follow."""
     text = f"{v.tensor} against {v.reference}: {v.rule}"
     if v.statistic is not None and v.limit is not None:
         text += f": {v.statistic:.4g}, at most {v.limit:.4g}"

@@ -40,6 +40,7 @@ class Claims:
         dtypes: names.
         devices: of "cpu", "cuda".
         smallest_dim, largest_dim: head dimensions.
+        largest_scale: of the scores, in magnitude; no implementation is asked for what float32 cannot hold.
         equal_dims: D and Dv must be equal.
         gqa: Hq may be a multiple of Hkv.
         cross_lengths: Sq and Sk may differ.
@@ -59,6 +60,7 @@ class Claims:
     devices: tuple[str, ...] = ("cpu", "cuda")
     smallest_dim: int = 16
     largest_dim: int = 256
+    largest_scale: float = torch.finfo(torch.float32).max
     equal_dims: bool = True
     gqa: bool = False
     cross_lengths: bool = False
@@ -90,6 +92,7 @@ class Claims:
             f"dtype {case.dtype}": case.dtype in self.dtypes,
             f"head dimension {case.dim}": self.smallest_dim <= case.dim <= self.largest_dim,
             f"head dimension {case.dim_v}": self.smallest_dim <= case.dim_v <= self.largest_dim,
+            f"a scale beyond {self.largest_scale:.5g}": abs(case.effective_scale) <= self.largest_scale,
             "Dv != D": case.dim == case.dim_v or not self.equal_dims,
             "several query heads a KV head": case.heads_q == case.heads_kv or self.gqa,
             "Sq != Sk": all(len_q == len_k for len_q, len_k in case.pairs) or self.cross_lengths,
@@ -145,7 +148,17 @@ def load(spec: str) -> Implementation:
         raise ImplementationError(
             f"--impl is {spec!r}; it may be {OWN!r}, 'module:callable' or 'path/file.py:callable'"
         )
-    function = getattr(_module(source, spec), name, None)
+    module = _module(source, spec)
+    try:
+        function = getattr(module, name, None)
+    except (Exception, SystemExit) as error:  # of the module's own __getattr__
+        raise ImplementationError(
+            f"--impl is {spec!r}: asking {source} for {name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(function, type):
+        raise ImplementationError(
+            f"--impl is {spec!r}: {name!r} is a class; give an instance of it or a function"
+        )
     if not callable(function):
         was = "not there" if function is None else f"a {type(function).__name__}"
         raise ImplementationError(f"--impl is {spec!r}: {name!r} is {was}; it must be a callable")
@@ -157,7 +170,7 @@ def _module(source: str, spec: str) -> Any:
         if not source.endswith(".py"):
             sys.path.insert(0, str(Path.cwd()))
             return importlib.import_module(source)
-        path = Path(source).resolve()
+        path = Path(source).expanduser().resolve()
         if not path.is_file():
             raise ImplementationError(f"--impl is {spec!r}: there is no file {path}")
         name = f"implementation_under_test_{path.stem}"
@@ -187,6 +200,7 @@ def _foreign_path(device: torch.device) -> str:
 
 def _own() -> Implementation:
     from kernels import effective_architecture, flash_attention, flash_attention_varlen
+    from kernels.checks import LARGEST_SCALE
     from kernels.tiles import choose_tiles
 
     def path(device: torch.device) -> str:
@@ -205,6 +219,7 @@ def _own() -> Implementation:
 
     everything = Claims(
         dtypes=DTYPES,
+        largest_scale=LARGEST_SCALE,
         equal_dims=False,
         gqa=True,
         cross_lengths=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from reports import records
 from reports.records import Record
 
-from .cases import Case
+from .cases import Case, parse_case
 from .comparison import compare
 from .implementations import Implementation, load
 
+ROOT = Path(__file__).resolve().parent.parent
 REPORT_DIR = "FA_REPORT_DIR"
 
 HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = 0, 1, 2, 3
@@ -23,13 +25,45 @@ HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = 0, 1, 2, 3
 or a required GPU is missing."""
 
 
+LARGEST_CASE = 2**32
+"""Most elements of a case to replay, those of its scores included. PyTorch's own attention keeps all scores:
+in float64 these are 32 GiB, several times over, and more than that no usual machine can hold."""
+
+
+LARGEST_RAGGED = 2**24
+"""Most sequences of a ragged batch to replay."""
+
+
 class Broke(AssertionError):
     """A comparison is red; says by which rules."""
 
 
 def report_dir() -> Path:
-    """Where this run writes its records and summaries."""
-    return Path(os.environ.get(REPORT_DIR, "reports/out"))
+    """Where runs write their records and summaries: of this checkout, wherever the user stands, or as the
+    variable says, relative to where he stands."""
+    return Path(os.environ.get(REPORT_DIR) or ROOT / "reports" / "out").absolute()
+
+
+def case_to_replay(text: str) -> Case:
+    """The case of an id that somebody typed.
+
+    Raises:
+        ValueError: if it is not an id of a case, or no machine could hold it.
+    """
+    # before it is read: sequences that are counted are laid out one by one
+    if any(int(count[-9:]) > LARGEST_RAGGED or len(count) > 9 for count in re.findall(r"(\d+)of", text)):
+        raise ValueError(f"case id is {text!r}: {LARGEST_RAGGED} sequences are the most")
+    case = parse_case(text)
+    entries = 1 if case.ragged else case.batch
+    rows = entries * (case.len_q + case.len_k)
+    scores = entries * sum(len_q * len_k for len_q, len_k in case.pairs)
+    elements = case.heads_q * (case.batch + rows * (case.dim + case.dim_v) + scores)
+    if elements > LARGEST_CASE:
+        raise ValueError(
+            f"case id is {text!r}: its tensors and scores have more than {LARGEST_CASE} elements, the most"
+            " that one machine is taken to hold: the references keep all of them in float64"
+        )
+    return case
 
 
 @dataclass
@@ -38,11 +72,11 @@ class Session:
 
     Attributes:
         spec: the implementation, as `--impl` gave it.
-        worker: name of this process among those of pytest-xdist.
+        part: the file that this process writes its records into.
     """
 
     spec: str
-    worker: str = "main"
+    part: Path
     broken: dict[str, Record] = field(default_factory=dict)
 
     @cached_property
@@ -88,7 +122,7 @@ class Session:
         return record
 
     def write(self, record: Record) -> None:
-        records.append(report_dir() / f"records-{self.worker}.jsonl", record)
+        records.append(self.part, record)
 
 
 def interpreted() -> bool:

@@ -44,7 +44,8 @@ class Choice:
 
 
 def choices() -> Iterator[Choice]:
-    for itemsize, table in TABLES.items():
+    for name, table in TABLES.items():
+        itemsize = int(name.split()[0]) // 8
         for kernel, by_dim in table.items():
             for dim, entries in by_dim.items():
                 for entry in entries:

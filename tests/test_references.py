@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             found = read_corpus()
         else:
             found = edges(session.tile(Case(dim=32, dim_v=32)), interpreted())
-        if name != "test_replay":  # of a case whose backward is not claimed the forward is left
+        if name != "test_replay":  # of a case whose backward is not claimed the forward is left; those are so
             narrowed = (session.implementation.claims.narrowed(case) for case in found)
             found = list(dict.fromkeys(narrowed))
         metafunc.parametrize("case", found, ids=lambda case: case.id)

@@ -136,7 +136,8 @@ def test_an_exception_is_red_and_says_what_was_raised() -> None:
     (broken,) = record.verdicts
     assert record.status == "broken"
     assert record.reason == "raised ZeroDivisionError: no kernel"
-    assert (broken.rule, broken.note) == ("does not raise", "ZeroDivisionError: no kernel\nfor this GPU")
+    assert broken.rule == "does not raise"
+    assert broken.note.startswith("ZeroDivisionError: no kernel\nfor this GPU\n  at ")
 
 
 def test_a_result_without_a_graph_is_red_where_gradients_are_claimed() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.checks import LARGEST_SCALE
 from tests.cases import DTYPES, Case
 from tests.comparison import compare
 from tests.implementations import Claims, Implementation, ImplementationError, environment, load
@@ -42,6 +43,11 @@ def test_a_callable_is_found_by_file_and_by_module(source: str, mine: Path) -> N
     assert found.tiles is None
 
 
+def test_a_home_folder_may_be_abbreviated(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(mine.parent))
+    assert load("~/my_attention.py:attention").function(1, 2, 3, causal=0, scale=0, return_lse=0) == "mine"
+
+
 UNUSABLE = {
     "attention": "'attention'; it may be 'triton', 'module:callable' or 'path/file.py:callable'",
     "my_attention.py": "it may be 'triton'",
@@ -54,6 +60,9 @@ UNUSABLE = {
     "broken.py:attention": "importing broken.py failed: ModuleNotFoundError: No module named 'no",
     "typo.py:attention": "importing typo.py failed: SyntaxError: ",
     "script.py:attention": "importing script.py failed: SystemExit: 3",
+    "lazy.py:attention": "asking lazy.py for 'attention' failed: RuntimeError: not today",
+    "classes.py:Module": "'Module' is a class; give an instance of it or a function",
+    "classes.py:int": "'int' is a class; give an instance of it or a function",
 }
 
 
@@ -62,6 +71,8 @@ def test_what_cannot_be_used_is_refused_by_name(spec: str, mine: Path) -> None:
     Path("broken.py").write_text("import no_such_module\n")
     Path("typo.py").write_text("def attention(:\n")
     Path("script.py").write_text("import sys\nsys.exit(3)\n")
+    Path("lazy.py").write_text("def __getattr__(name):\n    raise RuntimeError('not today')\n")
+    Path("classes.py").write_text("from torch.nn import Module\nint = int\n")
     with pytest.raises(ImplementationError) as refused:
         load(spec)
     assert str(refused.value).startswith(f"--impl is {spec!r}")
@@ -75,6 +86,7 @@ OUTSIDE: dict[str, tuple[Case, dict[str, Any]]] = {
     "dtype bfloat16": (Case(dtype="bfloat16", grad="none"), {"dtypes": DTYPES}),
     "head dimension 512": (Case(dim=512, dim_v=512, grad="none"), {"largest_dim": 512}),
     "head dimension 8": (Case(dim=8, dim_v=8, grad="none"), {"smallest_dim": 8}),
+    "a scale beyond 3.4028e+38": (Case(scale=-1e39, grad="none"), {"largest_scale": 1e40}),
     "Dv != D": (Case(dim=32, dim_v=64, grad="none"), {"equal_dims": False}),
     "several query heads a KV head": (Case(heads_q=4, heads_kv=2, grad="none"), {"gqa": True}),
     "Sq != Sk": (Case(len_q=3, len_k=4, grad="none"), {"cross_lengths": True}),
@@ -127,6 +139,8 @@ def test_our_own_claims_everything() -> None:
         lengths=((4, 0), (0, 3), (5, 2)), heads_q=2, dim_v=32, dtype="bfloat16", causal=True, d_lse=True
     )
     assert own.claims.refusal(case) == ""
+    assert own.claims.refusal(replace(case, scale=LARGEST_SCALE)) == ""
+    assert own.claims.refusal(replace(case, scale=3e38)) == "a scale beyond 2.3586e+38"
     assert own.tiles is not None
     assert own.tiles(case, CPU) == own.tiles(replace(case, lengths=None), CPU)
 

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from reports import records
+from reports.folder import Folder
 from reports.records import Record, TensorSummary, Verdict
 from reports.summary import Summary, markdown
-from tests.session import BROKE, HELD, NOTHING_EXECUTED, exit_status
+from tests.session import BROKE, HELD, NOTHING_EXECUTED, WRONG_USE, exit_status
 
 
 def record(status: str, *verdicts: Verdict, **changes: object) -> Record:
@@ -67,6 +68,7 @@ def test_the_exit_status_follows_from_the_records(
         (pytest.ExitCode.INTERRUPTED, 1, BROKE),
         (pytest.ExitCode.INTERRUPTED, 0, pytest.ExitCode.INTERRUPTED),
         (pytest.ExitCode.INTERNAL_ERROR, 0, BROKE),
+        (pytest.ExitCode.USAGE_ERROR, 0, WRONG_USE),
         (pytest.ExitCode.NO_TESTS_COLLECTED, 0, NOTHING_EXECUTED),
     ],
     ids=str,
@@ -74,8 +76,9 @@ def test_the_exit_status_follows_from_the_records(
 def test_the_exit_status_is_ours_however_pytest_ended(
     ended: int, tests_failed: int, expected: int, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    records.append(tmp_path / "records-gw0.jsonl", held)
-    assert finish(Summary(pytestconfig, tmp_path), ended, tests_failed) == expected
+    folder = Folder(tmp_path)
+    records.append(folder.part("gw0"), held)
+    assert finish(Summary(pytestconfig, folder, {}), ended, tests_failed) == expected
 
 
 def finish(summary: Summary, ended: int, tests_failed: int = 0) -> int:
@@ -86,10 +89,11 @@ def finish(summary: Summary, ended: int, tests_failed: int = 0) -> int:
 
 
 def test_records_of_all_workers_become_one_file(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    folder = Folder(tmp_path)
     for worker, found in {"gw1": [held, broken], "gw0": [not_claimed]}.items():
         for one in found:
-            records.append(tmp_path / f"records-{worker}.jsonl", one)
-    assert finish(Summary(pytestconfig, tmp_path), pytest.ExitCode.OK) == BROKE
+            records.append(folder.part(worker), one)
+    assert finish(Summary(pytestconfig, folder, {}), pytest.ExitCode.OK) == BROKE
     assert records.read(tmp_path / "records.jsonl") == [not_claimed, held, broken]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "records.jsonl",
@@ -101,10 +105,11 @@ def test_records_of_all_workers_become_one_file(tmp_path: Path, pytestconfig: py
 def test_records_that_a_dying_worker_cut_short_are_red_and_kept(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    whole, cut = tmp_path / "records-gw0.jsonl", tmp_path / "records-gw1.jsonl"
+    folder = Folder(tmp_path)
+    whole, cut = folder.part("gw0"), folder.part("gw1")
     records.append(whole, held)
     cut.write_bytes(whole.read_bytes()[:-9])
-    summary = Summary(pytestconfig, tmp_path)
+    summary = Summary(pytestconfig, folder, {})
     assert finish(summary, pytest.ExitCode.OK) == BROKE
     assert summary.unreadable[0].startswith(f"{cut}, line 1: not a record")
     assert cut.exists()
@@ -182,3 +187,9 @@ def test_a_number_that_is_not_finite_is_the_largest(z: float | None) -> None:
     found = [record("held", FINE, tensors={"out": of_tensor(x)}) for x in (1.0, z, 2.0)]
     (row,) = rows(markdown(found, "held"))
     assert row[5] == "inf"
+
+
+def test_a_large_number_is_no_wider_than_a_small_one() -> None:
+    found = [record("held", FINE, tensors={"out": TensorSummary(60, 60, 3.4e38, 12345.678, 0.5, 9999.5)})]
+    (row,) = rows(markdown(found, "held"))
+    assert row[4:7] == ["3.4e+38", "1.23e+04", "9999.50"]
