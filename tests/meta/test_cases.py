@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from tests.cases import DTYPES, GRADIENTS, LAYOUTS, REGIMES, Case, parse_case
 from tests.corpus import read_corpus
 from tests.edges import edges
 from tests.implementations import Claims
+from tests.recipes import recipes
 from tests.strategies import DIMS, PROFILES, SHARD, SMALL_DIMS, cases, generation, shard_of
 
 EVERYTHING = Claims(
@@ -417,9 +418,10 @@ def test_edges_have_every_kind_of_input(tile: tuple[int, int], interpreted: bool
 
 
 @LISTS
-def test_edges_have_every_kind_of_ragged_batch(tile: tuple[int, int], interpreted: bool) -> None:
+def test_edges_and_recipes_have_every_kind_of_ragged_batch(tile: tuple[int, int], interpreted: bool) -> None:
     BM, BN = tile
-    found = [case for case in edges(tile, interpreted) if case.ragged]
+    listed = [*edges(tile, interpreted), *chain(*recipes(tile).values())]
+    found = [case for case in listed if case.ragged]
     assert {case.layout for case in found} == set(LAYOUTS)
     for has in (
         lambda c: any(c.past),
