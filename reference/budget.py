@@ -99,12 +99,13 @@ def truncation(n: int) -> float:
     return n * 2.0**-26
 
 
-def flip_variance(h: Array, error: Array) -> Array:
+def flip_variance(h: Array, error: Array, shift: Array | float = 0.0) -> Array:
     """Variance of the difference of two roundings of a quantity computed twice, each with `error`.
 
-    The two computed values differ by sqrt(2) `error` (a standard deviation); they fall on different
-    sides of a midpoint of the grid (spacing 2h) with probability E|difference| / 2h and then differ
-    by 2h. E|N(0, s)| = 0.8 s, hence 2h * 0.8 * sqrt(2) * error; where `error` exceeds the grid this
-    is the plain variance.
+    The two computed values differ by sqrt(2) `error` (a standard deviation), and one of them may be off by
+    `shift` besides; they fall on different sides of a midpoint of the grid (spacing 2h) with probability
+    E|difference| / 2h and then differ by 2h. E|N(0, s)| = 0.8 s, hence 2h (0.8 * sqrt(2) * error + |shift|);
+    where the difference exceeds the grid this is the plain variance.
     """
-    return np.maximum(2.3 * h * error, 2 * error**2)
+    shift = np.abs(shift)
+    return np.maximum(h * (2.3 * error + 2 * shift), 2 * error**2 + shift**2)

@@ -57,6 +57,8 @@ class Estimate:
             whose ends the error is noise. More than one hypothesis only for dq and dk, when the
             implementation's own output is known: delta from the exact or from the given output.
         sigma_emulation: the same against an emulation that rounds P and dS where the kernel does.
+        drift_low, drift_high: how far below and above such an emulation, which sums to nearest, the
+            truncation of tensor cores may move all elements in step; low <= 0 <= high.
         magnitude: sum of the magnitudes of the terms that make up the value.
         concentration: largest eigenvalue of the correlation of the errors within a row, divided by
             the row's length; shape of the tensor without its last dimension (lse: the full shape).
@@ -70,6 +72,8 @@ class Estimate:
     low: Array
     high: Array
     sigma_emulation: Array
+    drift_low: Array
+    drift_high: Array
     magnitude: Array
     concentration: Array
     powerless: NDArray[np.bool_]
@@ -143,7 +147,8 @@ class ErrorModel:
         b0 = weight @ V + weight.sum(-1)[..., None] * np.abs(out) + sum_bound(n) * terms
         flips = flip_variance(t.h, t.P * t.rel_sigma + FLUSHED)
         alternatives = [out] if d is FLOAT32 else [out, t.P_rounded @ t.v]
-        low, high = _hull(alternatives, -self._beta(n) * out)
+        truncated = -self._beta(n) * out
+        low, high = _hull(alternatives, truncated)
         r.out_bound = b0 + d.u * (np.abs(out) + b0) + d.eta
         return SimpleNamespace(
             value=out,
@@ -152,6 +157,7 @@ class ErrorModel:
             low=low[None],
             high=high[None],
             sigma_emulation=np.sqrt(flips @ V2 + 2 * summed + last),
+            **_drift(truncated),
             magnitude=terms,
             concentration=_concentration(rounded + scores, t.v, variance),
             powerless=r.powerless & ~(r.one_key & ~t.tainted),
@@ -174,7 +180,8 @@ class ErrorModel:
             variance += (t.h**2).sum(-1) / 3
             bound += t.h.sum(-1)
         r.lse_sigma, r.lse_bound = np.sqrt(variance), bound
-        low, high = _hull([r.lse], np.where(r.live, -self._beta(t.q.shape[2]) * (t.P * t.S).sum(-1), 0.0))
+        truncated = np.where(r.live, -self._beta(t.q.shape[2]) * (t.P * t.S).sum(-1), 0.0)
+        low, high = _hull([r.lse], truncated)
         return SimpleNamespace(
             value=r.lse,
             bound=bound,
@@ -182,6 +189,7 @@ class ErrorModel:
             low=low[None],
             high=high[None],
             sigma_emulation=r.lse_sigma * 2**0.5,
+            **_drift(truncated),
             magnitude=mean + np.abs(lse) + np.abs(r.m) + 1,
             concentration=np.ones_like(lse),
             powerless=((t.S_bound > 1) & t.visible).any(-1) | t.tainted_lse,
@@ -234,10 +242,10 @@ class ErrorModel:
         if self.rounding.p_rounded_before_ds:
             t.dS_variance += (t.hP * t.pull) ** 2 / 3
             t.dS_bound += t.hP * np.abs(t.pull)
-        t.dS_flips = flip_variance(t.h_dS, np.sqrt(before_rounding))
         t.dS_terms = t.P * (dP_terms + (r.delta_terms + np.abs(t.d_lse))[..., None])
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
+        t.dS_flips = flip_variance(t.h_dS, np.sqrt(before_rounding), t.dS_truncation)
         # fp16: beyond this a rounded dS is infinite
         reach = max(1.0, abs(scale)) * (t.size + t.dS_bound)
         t.overflows = reach >= self.dtype.overflow
@@ -266,11 +274,8 @@ class ErrorModel:
         last = d.half_step(dq) ** 2 / 3
         variance = scale**2 * (t.dS_variance @ K2 + common + summed) + from_lse + last
         b0 = abs(scale) * (t.dS_bound @ K + sum_bound(n) * ((t.size + t.dS_bound) @ K)) + 2 * A * np.abs(dq)
-        moved = scale * (t.dS_truncation @ t.k)
-        sides = [
-            _hull([scale * (dS @ t.k) for dS in places], moved, -self._beta(n) * dq)
-            for places in t.alternatives
-        ]
+        truncated = scale * (t.dS_truncation @ t.k), -self._beta(n) * dq
+        sides = [_hull([scale * (dS @ t.k) for dS in places], *truncated) for places in t.alternatives]
         return SimpleNamespace(
             value=dq,
             bound=b0 + d.u * (np.abs(dq) + b0) + d.eta,
@@ -280,6 +285,7 @@ class ErrorModel:
             sigma_emulation=np.sqrt(
                 scale**2 * (t.dS_flips @ K2 + 2 * common + 2 * summed) + 2 * from_lse + last
             ),
+            **_drift(*truncated),
             magnitude=abs(scale) * (t.dS_terms @ K),
             concentration=_concentration(scale**2 * t.dS_variance, t.k, variance),
             powerless=r.powerless | t.overflows.any(-1),
@@ -298,11 +304,8 @@ class ErrorModel:
         b0 = abs(scale) * (
             _T(t.dS_bound) @ Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ Q)
         ) + 2 * A * np.abs(dk)
-        moved = scale * (_T(t.dS_truncation) @ t.q)
-        sides = [
-            _hull([scale * (_T(dS) @ t.q) for dS in places], moved, -self._beta(n) * dk)
-            for places in t.alternatives
-        ]
+        truncated = scale * (_T(t.dS_truncation) @ t.q), -self._beta(n) * dk
+        sides = [_hull([scale * (_T(dS) @ t.q) for dS in places], *truncated) for places in t.alternatives]
         delta = _T((t.P * r.delta_sigma[..., None]) ** 2)
         return SimpleNamespace(
             value=dk,
@@ -311,6 +314,7 @@ class ErrorModel:
             low=np.stack([low for low, _ in sides]),
             high=np.stack([high for _, high in sides]),
             sigma_emulation=np.sqrt(scale**2 * ((_T(t.dS_flips) + 2 * delta) @ Q2 + 2 * summed) + last),
+            **_drift(*truncated),
             magnitude=abs(scale) * (_T(t.dS_terms) @ Q),
             concentration=_concentration(scale**2 * per_row, t.q, variance),
             powerless=self._powerless_keys(t, t.overflows),
@@ -329,7 +333,8 @@ class ErrorModel:
         error = t.hP + t.P * t.p_bound + FLUSHED
         b0 = _T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO)
         alternatives = [dv] if d is FLOAT32 else [dv, _T(d.rounded(t.P)) @ t.d_out]
-        low, high = _hull(alternatives, -self._beta(n) * dv)
+        truncated = -self._beta(n) * dv
+        low, high = _hull(alternatives, truncated)
         flips = flip_variance(t.hP, t.P * t.p_sigma + FLUSHED)
         return SimpleNamespace(
             value=dv,
@@ -338,6 +343,7 @@ class ErrorModel:
             low=low[None],
             high=high[None],
             sigma_emulation=np.sqrt(_T(flips) @ dO2 + 2 * summed + last),
+            **_drift(truncated),
             magnitude=terms,
             concentration=_concentration(per_row, t.d_out, variance),
             powerless=self._powerless_keys(t, np.zeros_like(t.overflows)),
@@ -361,6 +367,12 @@ def _hull(alternatives: list[Array], *shifts: Array) -> tuple[Array, Array]:
     for shift in shifts:
         low, high = low + np.minimum(shift, 0), high + np.maximum(shift, 0)
     return low, high
+
+
+def _drift(*shifts: Array) -> dict[str, Array]:
+    """The fields of an `Estimate` that say how far the shifts may move an element."""
+    low, high = _hull([np.zeros_like(shifts[0])], *shifts)
+    return {"drift_low": low, "drift_high": high}
 
 
 def _concentration(weights: Array, vectors: Array, variance: Array) -> Array:

@@ -343,7 +343,8 @@ class _Tensor:
         """Twice the hard bound about a value that was computed as the kernel does, but for the last rounding.
 
         In 16 bit, if P and dS were rounded in the same tiles, also the root mean square over the tensor:
-        what remains is the last rounding, and P or dS that fell on the other side of a midpoint.
+        what remains is the last rounding, P or dS that fell on the other side of a midpoint, and what
+        tensor cores truncate, which the emulation does not.
         """
         r = emulated[..., None] if self.name == "lse" else emulated
         known = self.compared & np.isfinite(r)
@@ -357,7 +358,9 @@ class _Tensor:
         if not same_tiles or self.name == "lse" or self.case.dtype == "float32" or rows < ROWS_FOR_EMULATION:
             return found
         with np.errstate(invalid="ignore"):
-            z = np.where(known, (self.cells - r) / self.rows.sigma_emulation, 0.0)
+            apart = self.cells - r
+            beyond = apart - np.clip(apart, self.rows.drift_low, self.rows.drift_high)
+            z = np.where(known, beyond / self.rows.sigma_emulation, 0.0)
         x = np.log(1 / FALSE_ALARM)
         share = max(1 / rows, self.repetition.max())
         limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)

@@ -111,6 +111,19 @@ def test_two_roundings_of_one_quantity_differ_by_the_variance_of_a_flip(spacings
     assert measured == pytest.approx(float(flip_variance(h, np.array(error))), rel=0.1)
 
 
+@pytest.mark.parametrize("spacings", [0.01, 0.1, 0.4])
+def test_a_shift_of_one_of_the_two_flips_too(spacings: float) -> None:
+    """The variance about the shift itself, which moves all elements in step, is no larger."""
+    h = FLOAT16.half_step(np.array(1.5))
+    shift = spacings * 2 * h
+    x = np.random.default_rng(0).uniform(1.25, 1.75, 10**6)
+    apart = FLOAT16.rounded(x - shift) - FLOAT16.rounded(x)
+    assert apart.mean() == pytest.approx(-shift, rel=0.05)
+    predicted = float(flip_variance(h, np.array(0.0), shift))
+    assert (apart**2).mean() == pytest.approx(predicted, rel=0.1)
+    assert apart.var() < predicted * 1.02
+
+
 @pytest.mark.parametrize("spacings", [1.0, 3.0])
 def test_beyond_the_grid_a_flip_is_the_plain_difference(spacings: float) -> None:
     """But for the two roundings themselves, which the sigma of an emulation counts elsewhere."""

@@ -89,6 +89,8 @@ def made_up(shape: Place = SHAPE, *, bound: float = 16.0, **changes: Any) -> Est
         "low": value[None],
         "high": value[None],
         "sigma_emulation": np.full(shape, SIGMA / 4),
+        "drift_low": np.zeros(shape),
+        "drift_high": np.zeros(shape),
         "magnitude": np.abs(value) + 1,
         "concentration": np.full(shape[:3], 1 / shape[3] if len(shape) == 4 else 1.0),
         "powerless": np.zeros(shape[:3], bool),
@@ -294,6 +296,15 @@ def test_the_emulation_alone_sees_an_error_below_the_rounding_of_p() -> None:
     verdicts, _ = judged(off(e, np.s_[:], 0.3), e, emulation=e.value)  # its sigma is four times smaller
     assert broken_rules(verdicts) == {"emulation: rms z"}
     assert one(verdicts, "emulation: rms z").statistic == pytest.approx(1.2)
+
+
+def test_what_tensor_cores_may_truncate_is_no_error_against_the_emulation() -> None:
+    e = made_up()
+    low = np.full(e.value.shape, -0.3 * SIGMA)
+    drifting = made_up(drift_low=low)
+    for by, broken in ((-0.3, set()), (0.3, {"emulation: rms z"}), (-0.6, {"emulation: rms z"})):
+        verdicts, _ = judged(e.value + by * SIGMA, drifting, emulation=e.value)
+        assert broken_rules(verdicts) == broken
 
 
 @pytest.mark.parametrize(
