@@ -52,7 +52,7 @@ def forward(
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
             RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out), **_dims(q, v),
-            **_arithmetic(arch, q, allow_tf32), **_compilation(arch, tile),
+            **_arithmetic(arch, q, allow_tf32), **_compilation(arch, q, tile),
         )  # fmt: skip
     return out, lse
 
@@ -92,7 +92,7 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dk), *_strides(dv),
                 *_lse_strides(lse), scale, sizes.Hkv, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dk, dv), **dims, **arithmetic, **_compilation(arch, tile),
+                VECTOR=_vector(q, k, v, d_out, dk, dv), **dims, **arithmetic, **_compilation(arch, q, tile),
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
@@ -102,7 +102,7 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dq),
                 *_lse_strides(lse), scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, tile),
+                VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, q, tile),
             )  # fmt: skip
     return dq, dk, dv
 
@@ -220,10 +220,10 @@ def _arithmetic(arch: Architecture, q: Tensor, allow_tf32: bool) -> dict[str, An
     }
 
 
-def _compilation(arch: Architecture, tile: Tile) -> dict[str, int]:
+def _compilation(arch: Architecture, q: Tensor, tile: Tile) -> dict[str, int]:
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if 80 <= arch.capability < 90:
-        # ptxas was seen to cap the registers of these targets at 128 and less, and to spill kilobytes
+    if 80 <= arch.capability < 90 or (arch.capability == 90 and q.dtype == torch.float32):
+        # ptxas was seen to cap the registers of these targets at 128 and less, and to spill
         options["maxnreg"] = 255
     return options
 
