@@ -42,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
         for library in ("OMP", "OPENBLAS", "MKL"):  # workers share the cores; they inherit this
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    # each worker's compiler would start processes of its own, and wait for them at the end
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     gpu = torch.cuda.is_available()
     if config.option.require_gpu and not worker:
         _require_gpu(gpu)
