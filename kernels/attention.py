@@ -81,8 +81,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q, k, v, causal, scale, allow_tf32):
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty(launch.lse_shape(q), dtype=torch.float32)
+    return launch.new_results(q, v)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_backward", mutates_args=())
@@ -106,11 +105,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv):
-    return (
-        q.new_empty(q.shape if need_dq else (0,)),
-        k.new_empty(k.shape if need_dkdv else (0,)),
-        v.new_empty(v.shape if need_dkdv else (0,)),
-    )
+    return launch.new_gradients(q, k, v, need_dq, need_dkdv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

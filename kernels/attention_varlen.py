@@ -128,8 +128,7 @@ def _forward(
 @_forward.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, allow_tf32,
       validate):  # fmt: skip
-    out = q.new_empty((*q.shape[:2], v.shape[2]))
-    return out, q.new_empty(launch.lse_shape(q), dtype=torch.float32)
+    return launch.new_results(q, v)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_varlen_backward", mutates_args=())
@@ -156,11 +155,7 @@ def _backward(
 @_backward.register_fake
 def _(d_out, d_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, causal, scale, allow_tf32, need_dq,
       need_dkdv):  # fmt: skip
-    return (
-        q.new_empty(q.shape if need_dq else (0,)),
-        k.new_empty(k.shape if need_dkdv else (0,)),
-        v.new_empty(v.shape if need_dkdv else (0,)),
-    )
+    return launch.new_gradients(q, k, v, need_dq, need_dkdv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -39,8 +39,7 @@ def forward(
     Ragged: q (total_q, Hq, D), k, v (total_k, Hkv, .), out (total_q, Hq, Dv), lse (Hq, total_q).
     """
     arch = effective_architecture(q.device)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    out, lse = new_results(q, v)
     if lse.numel() == 0:
         return out, lse
     tile = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size()).forward
@@ -64,9 +63,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous; those not needed have no elements."""
     arch = effective_architecture(q.device)
-    dq = q.new_empty(q.shape if need_dq else (0,))
-    dk = k.new_empty(k.shape if need_dkdv else (0,))
-    dv = v.new_empty(v.shape if need_dkdv else (0,))
+    dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkdv)
     if d_out is None:
         d_out = q.new_zeros(()).expand(out.shape)
     tiles = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size())
@@ -130,9 +127,21 @@ def _sizes(q: Tensor, k: Tensor) -> _Sizes:
     return _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """(B, Hq, Sq) of a dense batch, (Hq, total_q) of a ragged one."""
-    return (q.shape[1], q.shape[0]) if q.ndim == 3 else tuple(q.shape[:3])
+def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse; for the fake operators too."""
+    rows = (q.shape[1], q.shape[0]) if q.ndim == 3 else q.shape[:3]
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
+
+
+def new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkdv: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dq, dk, dv; none for those that are not needed. For the fake operators too."""
+    return (
+        q.new_empty(q.shape if need_dq else (0,)),
+        k.new_empty(k.shape if need_dkdv else (0,)),
+        v.new_empty(v.shape if need_dkdv else (0,)),
+    )
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
