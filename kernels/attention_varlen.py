@@ -13,9 +13,9 @@ from .checks import (
     check_cu_seqlens,
     check_flags,
     check_lengths,
-    check_max_seqlen,
     check_no_tangents,
     check_ragged_tensors,
+    checked_max_seqlen,
     checked_scale,
 )
 from .launch import Ragged
@@ -64,8 +64,8 @@ def flash_attention_varlen(
         v: (total_k, Hkv, Dv), Dv from 16 to 256.
         cu_seqlens_q: (B + 1,), int32, contiguous, on the device of q: 0, then where each sequence ends.
         cu_seqlens_k: the same for k and v.
-        max_seqlen_q: no sequence has more query rows. Speed does not depend on it.
-        max_seqlen_k: no sequence has more keys.
+        max_seqlen_q: no sequence has more query rows. Results and speed do not depend on it.
+        max_seqlen_k: no sequence has more keys. The same.
         causal: query i of a sequence of Sq queries and Sk keys sees its keys j <= i + Sk - Sq.
         scale: of the scores; D ** -0.5 if None. Any finite number, up to 2.3586e38 in magnitude.
         return_lse: also return the natural logarithm of the sum of the exponentials of each row's
@@ -93,7 +93,8 @@ def flash_attention_varlen(
     check_ragged_tensors(q, k, v)
     check_no_tangents(q=q, k=k, v=v)
     check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
-    check_max_seqlen(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    max_seqlen_q = checked_max_seqlen("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = checked_max_seqlen("max_seqlen_k", max_seqlen_k)
     scale = checked_scale(scale, q.shape[2])
     out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
                         allow_tf32, validate)  # fmt: skip

@@ -126,13 +126,20 @@ def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> N
         )
 
 
-def check_max_seqlen(**lengths: int) -> None:
-    """Raises TypeError if a longest length is no whole number, ValueError if it is negative."""
-    for name, length in lengths.items():
-        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt):
-            raise TypeError(f"{name} is {length!r}; it must be a whole number")
-        if length < 0:
-            raise ValueError(f"{name} is {length}; it must not be negative")
+def checked_max_seqlen(name: str, length: int) -> int:
+    """The longest length, as an int of 64 bits: no sequence is longer than `LARGEST_TOTAL`.
+
+    Raises:
+        TypeError: not a whole number (one of NumPy's is).
+        ValueError: negative.
+    """
+    if isinstance(length, bool) or not isinstance(length, numbers.Integral | torch.SymInt):
+        raise TypeError(f"{name} is {length!r}; it must be a whole number")
+    if torch.compiler.is_compiling():  # it may be known to the device alone as yet
+        return length
+    if length < 0:
+        raise ValueError(f"{name} is {length}; it must not be negative")
+    return min(int(length), LARGEST_TOTAL)
 
 
 def check_lengths(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
@@ -150,18 +157,21 @@ def check_lengths(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) ->
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens_{name} begins with {offsets[0]}; it must begin with 0")
-    for s, (start, end) in enumerate(itertools.pairwise(offsets)):
-        if end < start:
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
+    for s, length in enumerate(lengths):
+        if length < 0:
             raise ValueError(
-                f"cu_seqlens_{name} goes from {start} to {end} at sequence {s}; it must not decrease"
-            )
-        if end - start > max_seqlen:
-            raise ValueError(
-                f"max_seqlen_{name} is {max_seqlen}, and sequence {s} has {end - start} rows; it must be at"
-                " least that"
+                f"cu_seqlens_{name} goes from {offsets[s]} to {offsets[s + 1]} at sequence {s}; it must not"
+                " decrease"
             )
     if offsets[-1] > total:
         raise ValueError(f"cu_seqlens_{name} ends with {offsets[-1]}; {name} has only {total} rows")
+    longest = max(lengths, default=0)
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{name} is {max_seqlen}, and sequence {lengths.index(longest)} has {longest} rows;"
+            " it must be at least that"
+        )
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

@@ -248,13 +248,14 @@ def _ragged_id(lengths: tuple[tuple[int, int], ...], past: tuple[int, int]) -> s
     return f"r{pairs}_past{past[0]}x{past[1]}"
 
 
-_RUN = r"([1-9]\d*of)?\d+x\d+"
+_N = "[0-9]{1,18}"
+_RUN = rf"([1-9][0-9]*of)?{_N}x{_N}"
 _PATTERN = re.compile(
-    r"b(?P<batch>\d+)_h(?P<heads_q>\d+)x(?P<heads_kv>\d+)_"
-    r"(s(?P<len_q>\d+)x(?P<len_k>\d+)|r(?P<lengths>(" + _RUN + r"(\+" + _RUN + r")*)?)_past(?P<past>\d+x\d+))"
-    r"_d(?P<dim>\d+)x(?P<dim_v>\d+)_(?P<dtype>[a-z0-9]+)_(?P<causal>causal|full)"
+    rf"b(?P<batch>{_N})_h(?P<heads_q>{_N})x(?P<heads_kv>{_N})_"
+    rf"(s(?P<len_q>{_N})x(?P<len_k>{_N})|r(?P<lengths>({_RUN}(\+{_RUN})*)?)_past(?P<past>{_N}x{_N}))"
+    rf"_d(?P<dim>{_N})x(?P<dim_v>{_N})_(?P<dtype>[a-z0-9]+)_(?P<causal>causal|full)"
     r"_scale=(?P<scale>[-+.e0-9a-z]+)_(?P<values>[-a-z]+)_(?P<layout>[a-z]+)_grad=(?P<grad>[a-z]+)"
-    r"_(?P<d_lse>dlse|nodlse)_seed(?P<seed>\d+)"
+    rf"_(?P<d_lse>dlse|nodlse)_seed(?P<seed>{_N})"
 )
 
 
@@ -277,7 +278,8 @@ def parse_case(text: str) -> Case:
     """
     match = _PATTERN.fullmatch(text.strip().strip("<>"))
     if match is None:
-        raise ValueError(f"case id is {text!r}; it must look like {Case().id}")
+        ragged = Case(lengths=((33, 65), (0, 7)), past=(2, 1))
+        raise ValueError(f"case id is {text!r}; it must look like {Case().id} or {ragged.id}")
     part = match.groupdict()
     names = ["batch", "heads_q", "heads_kv", "dim", "dim_v", "seed"]
     numbers: dict[str, Any] = {}

@@ -5,7 +5,9 @@ bands of poison that are compared bit for bit afterwards: what a kernel forgets 
 results, what it writes beside its outputs and its scratch shows here.
 
 Only calls from Python are seen, and of those only what is looked up when it is called: not a function that
-was taken from torch before (`from torch import empty`).
+was taken from torch before (`from torch import empty`), nor what an operator returns (`clone`, `torch.rand`).
+A fenced tensor begins at an offset of its storage, where the guards are too: `as_strided` needs that offset,
+not 0.
 
 PyTorch's deterministic mode would also fill what C++ code allocates
 (`torch.utils.deterministic.fill_uninitialized_memory`). It is not used: with warn_only=True PyTorch's fused
@@ -20,6 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,13 +62,18 @@ class Allocation:
     Attributes:
         tensor: what the caller got, detached.
         poison: one element of what lies beside it, uint8 (bytes,).
+        given: what the caller got, as long as it lives.
     """
 
     tensor: Tensor
     poison: Tensor
+    given: weakref.ref[Tensor]
 
     def violation(self) -> str:
-        """What was written beside the tensor; empty if nothing was."""
+        """What was written beside the tensor; empty if nothing was, or if it was resized, into its guards."""
+        given = self.given()
+        if given is not None and given.shape != self.tensor.shape:
+            return ""
         itemsize = self.tensor.element_size()
         memory = whole_memory(self.tensor).view(-1, itemsize)
         start, extent = int(self.tensor.storage_offset()), _extent(self.tensor)
@@ -116,7 +124,8 @@ class Fences:
             _set(tensor, buffer.untyped_storage(), GUARD, fresh.shape, fresh.stride())
             if initialised:
                 tensor.copy_(fresh)
-            allocation = Allocation(tensor.detach(), buffer[:1].view(torch.uint8).clone())
+            poisoned = buffer[:1].view(torch.uint8).clone()
+            allocation = Allocation(tensor.detach(), poisoned, weakref.ref(tensor))
         self.allocations.append(allocation)
         return tensor.requires_grad_(fresh.requires_grad)
 

@@ -51,7 +51,7 @@ def case_to_replay(text: str) -> Case:
         ValueError: if it is not an id of a case, or no machine could hold it.
     """
     # before it is read: sequences that are counted are laid out one by one
-    if any(int(count[-9:]) > LARGEST_RAGGED or len(count) > 9 for count in re.findall(r"(\d+)of", text)):
+    if sum(map(int, re.findall(r"\b([0-9]{1,18})of", text.replace("_r", " ")))) > LARGEST_RAGGED:
         raise ValueError(f"case id is {text!r}: {LARGEST_RAGGED} sequences are the most")
     case = parse_case(text)
     entries = 1 if case.ragged else case.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -199,6 +200,21 @@ def test_a_longest_sequence_that_is_too_small_changes_nothing(device: torch.devi
     given = arguments(device)
     expected = flash_attention_varlen(**given)
     assert torch.equal(flash_attention_varlen(**given | {"max_seqlen_q": 0, "max_seqlen_k": 1}), expected)
+
+
+@pytest.mark.parametrize("longest", [np.int64(6), 2**31, 2**70], ids=["NumPy's", "2**31", "2**70"])
+def test_any_whole_number_is_a_longest_sequence(longest: int, device: torch.device) -> None:
+    given = arguments(device)
+    found = flash_attention_varlen(
+        **given | {"max_seqlen_q": longest, "max_seqlen_k": longest}, validate=True
+    )
+    assert torch.equal(found, flash_attention_varlen(**given))
+
+
+def test_what_is_wrong_with_the_offsets_is_said_before_what_is_with_the_longest(device: torch.device) -> None:
+    given = changed(device, {"cu_seqlens_q": offsets(0, 100, 50, 7), "max_seqlen_q": to(5)})
+    says = refusal(ValueError, given | {"validate": True})
+    assert says == "cu_seqlens_q goes from 100 to 50 at sequence 1; it must not decrease"
 
 
 def test_offsets_on_the_cpu_are_refused(device: torch.device) -> None:

@@ -234,6 +234,15 @@ def test_the_calls_of_tritons_interpreter_are_left_alone() -> None:
     assert len(fences.allocations) == 1
 
 
+def test_a_tensor_that_is_resized_may_grow_into_its_guards() -> None:
+    with fenced(CPU) as fences:
+        x = torch.empty(0)
+        torch.mul(X, 2, out=x)
+        y = torch.empty(2, 3).resize_(4, 5).fill_(1)
+    assert torch.equal(x, 2 * X) and y.shape == (4, 5)
+    assert fences.violations() == []
+
+
 def test_fake_and_transformed_tensors_are_left_alone() -> None:
     with fenced(CPU) as fences:
         with FakeTensorMode() as mode:
