@@ -211,6 +211,8 @@ def _ragged(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
         yield of(*[(1, 1)] * 500, *[(0, 0)] * 69_000, *[(1, 1)] * 500, heads_q=1, dim=16, dim_v=16)
         # dP is 256 in every element, and tensor cores truncate it by nearly half a step of dS: that flips
         # roundings that the emulation does not
-        yield of((65, 65), (65, 65), (65, 65), heads_q=4, heads_kv=2, dim=256, dim_v=256, values="mean")
+        for layout, d_lse in (("bhsd", False), ("bshd", True)):
+            yield of(*[(65, 65)] * 3, heads_q=4, heads_kv=2, dim=256, dim_v=256, values="mean", layout=layout,
+                     d_lse=d_lse)  # fmt: skip
         for dtype in DTYPES:
             yield of((1024, 1024), (1, 1), (3, 4099), (1025, 33), causal=True, dtype=dtype, heads_q=4)
