@@ -6,6 +6,7 @@ and torch.library.opcheck take them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -114,13 +115,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
+def gradients(
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]], ctx: Any, d_out: Tensor | None,
+    d_lse: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """dq, dk, dv through a backward operator, and None for each other input of the forward; None for each
+    that nobody wants, or that nothing flows into."""
+    need_dq, need_dk, need_dv, *others = ctx.needs_input_grad
+    found: tuple[Any, ...] = (None, None, None)
+    if d_out is not None or d_lse is not None:
+        dq, dk, dv = backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,
+                              need_dq, need_dk or need_dv)  # fmt: skip
+        found = dq if need_dq else None, dk if need_dk else None, dv if need_dv else None
+    return *found, *(None for _ in others)
+
+
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-    if d_out is None and d_lse is None:
-        return (None,) * 6
-    dq, dk, dv = _backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,
-                           need_dq, need_dk or need_dv)  # fmt: skip
-    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None, None, None
+    return gradients(_backward, ctx, d_out, d_lse)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

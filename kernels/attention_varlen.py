@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .attention import NAMESPACE
+from .attention import NAMESPACE, gradients
 from .checks import (
     check_cu_seqlens,
     check_flags,
@@ -166,13 +166,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-    others = (None,) * 8
-    if d_out is None and d_lse is None:
-        return None, None, None, *others
-    dq, dk, dv = _backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,
-                           need_dq, need_dk or need_dv)  # fmt: skip
-    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, *others
+    return gradients(_backward, ctx, d_out, d_lse)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

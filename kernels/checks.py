@@ -26,17 +26,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         TypeError: not a tensor, or a dtype that is not supported or not the same.
         ValueError: shapes that do not fit, head dimensions out of range, devices that differ.
     """
-    _check_kind({"q": q, "k": k, "v": v}, "4 dimensions: batch, heads, sequence, head dimension")
+    _check_kind({"q": q, "k": k, "v": v}, ("batch", "heads", "sequence", "head dimension"))
     for name, t in (("k", k), ("v", v)):
         if t.shape[0] != q.shape[0]:
             raise ValueError(f"{name} has batch size {t.shape[0]} and q {q.shape[0]}; they must be the same")
-    _check_heads(q, k, v, heads=1, rows=2)
+    _check_heads(q, k, v, rows=2)
 
 
 def check_ragged_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Types, dtypes, devices and shapes of ragged inputs, (total, H, D). Raises as `check_tensors` does."""
-    _check_kind({"q": q, "k": k, "v": v}, "3 dimensions: rows of all sequences, heads, head dimension")
-    _check_heads(q, k, v, heads=1, rows=0)
+    _check_kind({"q": q, "k": k, "v": v}, ("rows of all sequences", "heads", "head dimension"))
+    _check_heads(q, k, v, rows=0)
     for name, t in (("q", q), ("k", k)):
         if t.shape[0] > LARGEST_TOTAL:
             raise ValueError(
@@ -44,7 +44,7 @@ def check_ragged_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def _check_kind(named: Mapping[str, Tensor], dimensions: str) -> None:
+def _check_kind(named: Mapping[str, Tensor], dimensions: tuple[str, ...]) -> None:
     q = named["q"]
     for name, t in named.items():
         if not isinstance(t, Tensor):
@@ -59,8 +59,11 @@ def _check_kind(named: Mapping[str, Tensor], dimensions: str) -> None:
         if t.layout != torch.strided or t.is_nested:
             layout = "nested" if t.is_nested else t.layout
             raise TypeError(f"{name} has layout {layout}; it must be torch.strided")
-        if t.ndim != int(dimensions[0]):
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must have {dimensions}")
+        if t.ndim != len(dimensions):
+            raise ValueError(
+                f"{name} has shape {tuple(t.shape)}; it must have {len(dimensions)} dimensions:"
+                f" {', '.join(dimensions)}"
+            )
 
 
 def check_no_tangents(**tensors: Tensor) -> None:
@@ -78,16 +81,16 @@ def check_no_tangents(**tensors: Tensor) -> None:
             )
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> None:
-    """Heads, keys and head dimensions; `heads` and `rows` say which dimensions those are."""
-    Hq, Hkv, Sk, D = q.shape[heads], k.shape[heads], k.shape[rows], q.shape[-1]
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, rows: int) -> None:
+    """Heads, keys and head dimensions. Heads are the second dimension; `rows` says which the keys are."""
+    Hq, Hkv, Sk, D = q.shape[1], k.shape[1], k.shape[rows], q.shape[-1]
     if k.shape[-1] != D:
         raise ValueError(
             f"k has head dimension {k.shape[-1]} and q {D}; they must be the same (v's may differ)"
         )
-    if v.shape[heads] != Hkv or v.shape[rows] != Sk:
+    if v.shape[1] != Hkv or v.shape[rows] != Sk:
         raise ValueError(
-            f"v has {v.shape[heads]} heads of {v.shape[rows]} keys and k {Hkv} of {Sk}; they must be the same"
+            f"v has {v.shape[1]} heads of {v.shape[rows]} keys and k {Hkv} of {Sk}; they must be the same"
         )
     if Hq == 0 or Hkv == 0 or Hq % Hkv:
         raise ValueError(f"q has {Hq} heads and k, v have {Hkv}; q must have one or a multiple of as many")
