@@ -54,6 +54,9 @@ LAYOUTS = {
 }
 """Memory layouts and what they are. All lie in larger buffers; what else is in those must not matter."""
 
+LARGEST_RAGGED = 2**24
+"""Most sequences of a ragged batch that an id may name."""
+
 SEED_STEP = 2654435761
 """Between the seeds of the sequences of a ragged batch: odd, so that 2**32 sequences differ."""
 
@@ -249,7 +252,7 @@ def _ragged_id(lengths: tuple[tuple[int, int], ...], past: tuple[int, int]) -> s
 
 
 _N = "[0-9]{1,18}"
-_RUN = rf"([1-9][0-9]*of)?{_N}x{_N}"
+_RUN = rf"([1-9][0-9]{{0,17}}of)?{_N}x{_N}"
 _PATTERN = re.compile(
     rf"b(?P<batch>{_N})_h(?P<heads_q>{_N})x(?P<heads_kv>{_N})_"
     rf"(s(?P<len_q>{_N})x(?P<len_k>{_N})|r(?P<lengths>({_RUN}(\+{_RUN})*)?)_past(?P<past>{_N}x{_N}))"
@@ -264,10 +267,10 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _run_of_pairs(text: str) -> list[tuple[int, int]]:
-    """One part of a ragged id: 2of33x65 is (33, 65) twice."""
+def _run_of_pairs(text: str) -> tuple[int, tuple[int, int]]:
+    """One part of a ragged id: 2of33x65 is (33, 65) twice, 2 and (33, 65)."""
     count, _, pair = text.rpartition("of")
-    return [_pair(pair)] * int(count or 1)
+    return int(count or 1), _pair(pair)
 
 
 def parse_case(text: str) -> Case:
@@ -286,14 +289,14 @@ def parse_case(text: str) -> Case:
     if part["lengths"] is None:
         names += ["len_q", "len_k"]
     else:
-        numbers["lengths"] = tuple(
-            pair for run in filter(None, part["lengths"].split("+")) for pair in _run_of_pairs(run)
-        )
+        runs = [_run_of_pairs(run) for run in filter(None, part["lengths"].split("+"))]
+        sequences = sum(count for count, _ in runs)
+        if sequences > LARGEST_RAGGED:  # they are laid out one by one
+            raise ValueError(f"case id is {text!r}: {LARGEST_RAGGED} sequences are the most")
+        if sequences != int(part["batch"]):
+            raise ValueError(f"case id is {text!r}: b{part['batch']}, but there are {sequences} sequences")
+        numbers["lengths"] = tuple(pair for count, pair in runs for _ in range(count))
         numbers["past"] = _pair(part["past"])
-        if len(numbers["lengths"]) != int(part["batch"]):
-            raise ValueError(
-                f"case id is {text!r}: b{part['batch']}, but there are {len(numbers['lengths'])} sequences"
-            )
     numbers |= {name: int(part[name]) for name in names}
     try:
         scale = None if part["scale"] == "auto" else float(part["scale"])

@@ -149,9 +149,8 @@ def _handed_over(case: Case, verdict: Verdict) -> Verdict:
     """A verdict about the results of a ragged batch, its place as in the tensors that were handed over."""
     if not case.ragged or verdict.where is None:
         return verdict
-    _, head, row, *dimension = verdict.where
-    where = (head, row) if verdict.tensor == "lse" else (row, head, *dimension)
-    return msgspec.structs.replace(verdict, where=where)
+    _, *place = verdict.where
+    return msgspec.structs.replace(verdict, where=ragged.handed_over(verdict.tensor, *place))
 
 
 def _judged(

@@ -45,9 +45,6 @@ RESOLVED = 8
 ROWS_FOR_EMULATION = 16
 """Fewer rows say nothing about the emulation: one flipped rounding of P moves a whole row."""
 
-WITHIN_BUDGET = frozenset({"hard bound", "finite where it should be"})
-"""The rules that a further run of a case is judged by."""
-
 AGREEMENT = 1e-12
 """Relative error of float64 references among themselves."""
 
@@ -98,8 +95,7 @@ def judge_again(case: Case, again: Mapping[str, Array], oracle: Result, rule: st
     """
     found = []
     for name, x in again.items():
-        tensor = _Tensor(name, x, getattr(oracle, name), case, oracle)
-        found += [v for v in tensor.verdicts() if v.rule in WITHIN_BUDGET]
+        found += _Tensor(name, x, getattr(oracle, name), case, oracle).within_budget()
     return [msgspec.structs.replace(v, rule=f"{rule}: {v.rule}") for v in found]
 
 
@@ -159,12 +155,16 @@ class _Tensor:
     # ------------------------------------------------------------------ verdicts
 
     def verdicts(self) -> list[Verdict]:
-        found = [self._finite()]
+        found = self.within_budget()
         if self.compared.any():
-            found += [self._bound(), self._largest(), *self._root_mean_squares()]
+            found += [self._largest(), *self._root_mean_squares()]
             found += self._bias()
         found += self._exact()
         return found
+
+    def within_budget(self) -> list[Verdict]:
+        """The rules that need no more than the hard bound."""
+        return [self._finite(), *([self._bound()] if self.compared.any() else [])]
 
     def _verdict(self, rule: str, statistic: float, limit: float, flat: int | None,
                  reference: str = "oracle", note: str = "") -> Verdict:  # fmt: skip

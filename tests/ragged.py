@@ -23,6 +23,11 @@ BY_KEY = frozenset({"k", "v", "dk", "dv"})
 """Tensors whose rows are keys; those of all others are queries."""
 
 
+def handed_over(tensor: str, head: int, row: int, *dimension: int) -> tuple[int, ...]:
+    """A place in a ragged batch's tensor as that is handed over: (row, head, dimension); lse (head, row)."""
+    return (head, row) if tensor == "lse" else (row, head, *dimension)
+
+
 @dataclass(frozen=True)
 class Part:
     """What is computed in one piece.
@@ -66,7 +71,7 @@ class Part:
             entry, head, row, *dimension = where
             about = self.sequences[entry]
             row += (self.rows_k if verdict.tensor in BY_KEY else self.rows_q)[entry]
-            where = (head, row) if verdict.tensor == "lse" else (row, head, *dimension)
+            where = handed_over(verdict.tensor, head, row, *dimension)
         elif len(self.sequences) == 1:
             about = self.sequences[0]
         which = f"{len(self.sequences)} sequences" if about is None else f"sequence {about}"
@@ -117,7 +122,7 @@ def past_rows(case: Case, results: Mapping[str, NDArray[np.float64]]) -> list[Ve
         where, note = None, ""
         if count:
             _, head, row, *dimension = (int(i) for i in np.argwhere(wrong)[0])
-            where = (head, first + row) if name == "lse" else (first + row, head, *dimension)
+            where = handed_over(name, head, first + row, *dimension)
             note = f"{count} elements differ; the first is {behind[wrong][0]:.8g}"
         rule = f"rows past the last sequence: {'-inf' if name == 'lse' else '0'}"
         found.append(Verdict(name, "contract", rule, not count, float(count), 0.0, where, note))

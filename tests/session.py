@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +29,6 @@ LARGEST_CASE = 2**32
 in float64 these are 32 GiB, several times over, and more than that no usual machine can hold."""
 
 
-LARGEST_RAGGED = 2**24
-"""Most sequences of a ragged batch to replay."""
-
-
 class Broke(AssertionError):
     """A comparison is red; says by which rules."""
 
@@ -50,9 +45,6 @@ def case_to_replay(text: str) -> Case:
     Raises:
         ValueError: if it is not an id of a case, or no machine could hold it.
     """
-    # before it is read: sequences that are counted are laid out one by one
-    if sum(map(int, re.findall(r"\b([0-9]{1,18})of", text.replace("_r", " ")))) > LARGEST_RAGGED:
-        raise ValueError(f"case id is {text!r}: {LARGEST_RAGGED} sequences are the most")
     case = parse_case(text)
     entries = 1 if case.ragged else case.batch
     rows = entries * (case.len_q + case.len_k)

@@ -37,11 +37,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = config.stash[SESSION]
     if "case" in metafunc.fixturenames:
         name = metafunc.function.__name__
+        narrowed = session.implementation.claims.narrowed  # of an unclaimed backward the forward is left
         if name == "test_recipe":
-            if not config.option.case:
-                _parametrize_recipes(metafunc, session)
-            else:
-                metafunc.parametrize(("number", "case"), [])
+            listed = recipes(session.tile(Case(dim=16, dim_v=16))) if not config.option.case else {}
+            pairs = [(number, case) for number, cases in listed.items()
+                     for case in dict.fromkeys(map(narrowed, cases))]  # fmt: skip
+            ids = [f"{number}-{case.id}" for number, case in pairs]
+            metafunc.parametrize(("number", "case"), pairs, ids=ids)
             return
         if name == "test_replay":
             found = config.option.case
@@ -51,26 +53,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             found = read_corpus()
         else:
             found = edges(session.tile(Case(dim=32, dim_v=32)), interpreted())
-        if name != "test_replay":  # of a case whose backward is not claimed the forward is left; those are so
-            narrowed = (session.implementation.claims.narrowed(case) for case in found)
-            found = list(dict.fromkeys(narrowed))
-        metafunc.parametrize("case", found, ids=lambda case: case.id)
+        metafunc.parametrize("case", list(dict.fromkeys(map(narrowed, found))), ids=lambda case: case.id)
     if "shard" in metafunc.fixturenames:
         profile = PROFILES[config.option.profile]
         examples = config.option.examples or (profile.interpreted if interpreted() else profile.compiled)
         count = 0 if config.option.case else -(-examples // SHARD)
         metafunc.parametrize("shard", range(count))
-
-
-def _parametrize_recipes(metafunc: pytest.Metafunc, session: Session) -> None:
-    claims = session.implementation.claims
-    pairs = [
-        (number, case)
-        for number, cases in recipes(session.tile(Case(dim=16, dim_v=16))).items()
-        for case in dict.fromkeys(map(claims.narrowed, cases))
-    ]
-    ids = [f"{number}-{case.id}" for number, case in pairs]
-    metafunc.parametrize(("number", "case"), pairs, ids=ids)
 
 
 def test_replay(case: Case, session: Session, record_property: Property) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor
 from conftest import SEED
 from reports import records
 from tests import test_references
-from tests.cases import Case, parse_case
+from tests.cases import LARGEST_RAGGED, Case, parse_case
 from tests.implementations import Claims, Implementation
 from tests.session import (
     LARGEST_CASE,
-    LARGEST_RAGGED,
     REPORT_DIR,
     ROOT,
     Broke,
