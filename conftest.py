@@ -112,13 +112,17 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
         return WRONG_USE
 
 
+ABOUT_IMPLEMENTATIONS = ("test_references.py", "test_laws.py")
+"""Tests of whatever is under test; the others are about our own kernels, and about the suite."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --case only the replay runs; with --impl only what is about the implementation; corpus first."""
 
     def runs(item: pytest.Item) -> bool:
         if item.name.startswith("test_replay[") or config.option.case:
             return item.name.startswith("test_replay[") and bool(config.option.case)
-        return config.option.impl == OWN or item.path.name == "test_references.py"
+        return config.option.impl == OWN or item.path.name in ABOUT_IMPLEMENTATIONS
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = sorted(filter(runs, items), key=lambda item: not item.name.startswith("test_corpus["))

@@ -6,10 +6,14 @@ interval of legal alternatives instead:
 
     delta is taken from the rounded output; P and dS may be rounded at different places;
     tensor cores truncate their sums.
+
+What depends on the implementation, its output and where it rounds, comes after all that does not:
+`given_score_gradients`, `dq` and `dk` after `score_gradients`, `exact_dq` and `exact_dk`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -208,8 +212,8 @@ class ErrorModel:
         r.delta_bound = sum_bound(Dv) * r.delta_terms + from_out + rounding
 
     def score_gradients(self, t: Block) -> None:
-        """Errors of dS, and its legal roundings under each hypothesis of delta."""
-        r, Dv, scale = t.row, t.v.shape[2], self.scale
+        """Errors of dS as far as they do not depend on the given output."""
+        r, Dv = t.row, t.v.shape[2]
         lse = np.where(r.live, r.lse, 0.0)
         dP_terms = np.abs(t.d_out) @ _T(np.abs(t.v))
         # errors of P, relative
@@ -218,64 +222,76 @@ class ErrorModel:
         exponent = t.S_bound + 4 * C_EXP + 4 * A * size + r.lse_bound[..., None]
         t.p_bound = np.expm1(np.minimum(exponent, 40.0))
         t.hP = np.where(t.visible, self._operand_step(t.P), 0.0)
-        # errors of dS, absolute; of the larger dS where the given delta makes one: on a one-hot row the
-        # exact dS is nearly 0, that from a rounded output is not, and is rounded as what it is
-        t.size = np.abs(t.dS)
-        for delta in r.deltas[1:]:
-            t.size = np.maximum(t.size, np.abs(t.P * (t.dP - (delta - t.d_lse)[..., None])))
-        t.h_dS = np.where(t.visible, self._operand_step(t.size), 0.0)
-        after = self._operand_step(scale * t.size) / abs(scale) if scale else 0 * t.dS
-        after = np.where(t.visible, after, 0.0)
+        # errors of dP - delta + dlse, in units of dS
         small = A * (np.abs(t.dP) + (np.abs(r.delta) + np.abs(t.d_lse))[..., None])
-        flushed = FLUSHED * (dP_terms + r.delta_terms[..., None])
-        before_rounding = (t.p_sigma * t.size) ** 2 + (
-            t.P * (sum_sigma(Dv) * dP_terms + small) + flushed
-        ) ** 2
-        t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
-        t.dS_bound = (
-            t.h_dS
-            + after
-            + t.p_bound * t.size
-            + flushed
-            + t.P * (1 + t.p_bound) * (sum_bound(Dv) * dP_terms + r.delta_bound[..., None] + 2 * small)
+        t.flushed = FLUSHED * (dP_terms + r.delta_terms[..., None])
+        t.pull_variance = (t.P * (sum_sigma(Dv) * dP_terms + small) + t.flushed) ** 2
+        t.pull_bound = (
+            t.P * (1 + t.p_bound) * (sum_bound(Dv) * dP_terms + r.delta_bound[..., None] + 2 * small)
         )
-        if self.rounding.p_rounded_before_ds:
-            t.dS_variance += (t.hP * t.pull) ** 2 / 3
-            t.dS_bound += t.hP * np.abs(t.pull)
         t.dS_terms = t.P * (dP_terms + (r.delta_terms + np.abs(t.d_lse))[..., None])
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
+        t.exact_alternatives = self._dS_alternatives(t.dS)
+
+    def given_score_gradients(self, t: Block) -> None:
+        """Errors of dS, and its legal roundings under each hypothesis of delta."""
+        r, scale = t.row, self.scale
+        pulls = [t.dP - (delta - t.d_lse)[..., None] for delta in r.deltas[1:]]
+        given = [t.P * pull for pull in pulls]
+        # errors of dS, absolute; of the larger dS where the given delta makes one: on a one-hot row the
+        # exact dS is nearly 0, that from a rounded output is not, and is rounded as what it is
+        t.size = np.abs(t.dS)
+        for dS in given:
+            t.size = np.maximum(t.size, np.abs(dS))
+        t.h_dS = np.where(t.visible, self._operand_step(t.size), 0.0)
+        after = self._operand_step(scale * t.size) / abs(scale) if scale else 0 * t.dS
+        after = np.where(t.visible, after, 0.0)
+        before_rounding = (t.p_sigma * t.size) ** 2 + t.pull_variance
+        t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
+        t.dS_bound = t.h_dS + after + t.p_bound * t.size + t.flushed + t.pull_bound
+        if self.rounding.p_rounded_before_ds:
+            t.dS_variance += (t.hP * t.pull) ** 2 / 3
+            t.dS_bound += t.hP * np.abs(t.pull)
         t.dS_flips = flip_variance(t.h_dS, np.sqrt(before_rounding), t.dS_truncation)
         # fp16: beyond this a rounded dS is infinite
         reach = max(1.0, abs(scale)) * (t.size + t.dS_bound)
         t.overflows = reach >= self.dtype.overflow
-        t.alternatives = [self._dS_alternatives(t, delta) for delta in r.deltas]
+        t.given_alternatives = [self._dS_alternatives(dS) for dS in given]
+        t.p_first = [[], *([] for _ in given)]  # what rounding P before dS adds to each hypothesis
+        if self.rounding.p_rounded_before_ds and self.dtype is not FLOAT32:
+            P = self.dtype.rounded(t.P)
+            for added, dS, pull in zip(t.p_first, [t.dS, *given], [t.pull, *pulls], strict=True):
+                place = P * pull
+                added.append(np.where(np.isfinite(place), place, dS))
 
-    def _dS_alternatives(self, t: Block, delta: Array) -> list[Array]:
-        pull = t.dP - (delta - t.d_lse)[..., None]
-        dS = t.P * pull
+    def _dS_alternatives(self, dS: Array) -> list[Array]:
         if self.dtype is FLOAT32:
             return [dS]
         places = [dS, self.dtype.rounded(dS)]
         if self.scale:
             places.append(self.dtype.rounded(self.scale * dS) / self.scale)
-        if self.rounding.p_rounded_before_ds:
-            places.append(self.dtype.rounded(t.P) * pull)
         return [np.where(np.isfinite(place), place, dS) for place in places]
+
+    def exact_dq(self, t: Block) -> None:
+        """What of dq's errors does not depend on the given output."""
+        x = t.of_dq = SimpleNamespace(K=np.abs(t.k), K2=t.k**2)
+        x.common = (t.row.delta_sigma[..., None] * (t.P @ t.k)) ** 2  # the error of delta, in step
+        x.truncated = self.scale * (t.dS_truncation @ t.k), -self._beta(t.n_keys) * t.dq
+        x.places = [self.scale * (dS @ t.k) for dS in t.exact_alternatives]
+        x.magnitude = abs(self.scale) * (t.dS_terms @ x.K)
 
     def dq(self, t: Block) -> SimpleNamespace:
         r, n, scale, d = t.row, t.n_keys, self.scale, self.dtype
-        K, K2 = np.abs(t.k), t.k**2
-        dq = t.dq
-        terms = t.size @ K
-        common = (r.delta_sigma[..., None] * (t.P @ t.k)) ** 2  # the error of delta, in step
+        x, dq = t.of_dq, t.dq
+        terms = t.size @ x.K
         summed = (sum_sigma(n) * terms) ** 2
         from_lse = (r.lse_sigma[..., None] * dq) ** 2
         last = d.half_step(dq) ** 2 / 3
-        variance = scale**2 * (t.dS_variance @ K2 + common + summed) + from_lse + last
-        b0 = abs(scale) * (t.dS_bound @ K + sum_bound(n) * ((t.size + t.dS_bound) @ K)) + 2 * A * np.abs(dq)
-        truncated = scale * (t.dS_truncation @ t.k), -self._beta(n) * dq
-        sides = [_hull([scale * (dS @ t.k) for dS in places], *truncated) for places in t.alternatives]
+        variance = scale**2 * (t.dS_variance @ x.K2 + x.common + summed) + from_lse + last
+        b0 = abs(scale) * (t.dS_bound @ x.K + sum_bound(n) * ((t.size + t.dS_bound) @ x.K))
+        b0 += 2 * A * np.abs(dq)
+        sides = self._sides(t, x, lambda dS: scale * (dS @ t.k))
         return SimpleNamespace(
             value=dq,
             bound=b0 + d.u * (np.abs(dq) + b0) + d.eta,
@@ -283,39 +299,56 @@ class ErrorModel:
             low=np.stack([low for low, _ in sides]),
             high=np.stack([high for _, high in sides]),
             sigma_emulation=np.sqrt(
-                scale**2 * (t.dS_flips @ K2 + 2 * common + 2 * summed) + 2 * from_lse + last
+                scale**2 * (t.dS_flips @ x.K2 + 2 * x.common + 2 * summed) + 2 * from_lse + last
             ),
-            **_drift(*truncated),
-            magnitude=abs(scale) * (t.dS_terms @ K),
+            **_drift(*x.truncated),
+            magnitude=x.magnitude,
             concentration=_concentration(scale**2 * t.dS_variance, t.k, variance),
             powerless=r.powerless | t.overflows.any(-1),
             nonfinite=np.zeros_like(r.powerless),
         )
 
+    def _sides(
+        self, t: Block, x: SimpleNamespace, product: Callable[[Array], Array]
+    ) -> list[tuple[Array, Array]]:
+        """The interval of a gradient of the scores under each hypothesis of delta."""
+        places = [x.places, *([product(dS) for dS in dSs] for dSs in t.given_alternatives)]
+        return [
+            _hull([*of_delta, *(product(dS) for dS in added)], *x.truncated)
+            for of_delta, added in zip(places, t.p_first, strict=True)
+        ]
+
+    def exact_dk(self, t: Block) -> None:
+        """What of dk's errors does not depend on the given output."""
+        x = t.of_dk = SimpleNamespace(Q=np.abs(t.q), Q2=t.q**2)
+        x.common = (t.P * t.row.delta_sigma[..., None]) ** 2
+        x.truncated = self.scale * (_T(t.dS_truncation) @ t.q), -self._beta(t.n_rows) * t.dk
+        x.places = [self.scale * (_T(dS) @ t.q) for dS in t.exact_alternatives]
+        x.magnitude = abs(self.scale) * (_T(t.dS_terms) @ x.Q)
+
     def dk(self, t: Block) -> SimpleNamespace:
-        r, n, scale, d = t.row, t.n_rows, self.scale, self.dtype
-        Q, Q2 = np.abs(t.q), t.q**2
-        dk = t.dk
-        terms = _T(t.size) @ Q
-        per_row = _T(t.dS_variance + (t.P * r.delta_sigma[..., None]) ** 2)
+        n, scale, d = t.n_rows, self.scale, self.dtype
+        x, dk = t.of_dk, t.dk
+        terms = _T(t.size) @ x.Q
+        per_row = _T(t.dS_variance + x.common)
         summed = (sum_sigma(n) * terms) ** 2
         last = d.half_step(dk) ** 2 / 3
-        variance = scale**2 * (per_row @ Q2 + summed) + last
+        variance = scale**2 * (per_row @ x.Q2 + summed) + last
         b0 = abs(scale) * (
-            _T(t.dS_bound) @ Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ Q)
+            _T(t.dS_bound) @ x.Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ x.Q)
         ) + 2 * A * np.abs(dk)
-        truncated = scale * (_T(t.dS_truncation) @ t.q), -self._beta(n) * dk
-        sides = [_hull([scale * (_T(dS) @ t.q) for dS in places], *truncated) for places in t.alternatives]
-        delta = _T((t.P * r.delta_sigma[..., None]) ** 2)
+        sides = self._sides(t, x, lambda dS: scale * (_T(dS) @ t.q))
         return SimpleNamespace(
             value=dk,
             bound=b0 + d.u * (np.abs(dk) + b0) + d.eta,
             sigma=np.sqrt(variance),
             low=np.stack([low for low, _ in sides]),
             high=np.stack([high for _, high in sides]),
-            sigma_emulation=np.sqrt(scale**2 * ((_T(t.dS_flips) + 2 * delta) @ Q2 + 2 * summed) + last),
-            **_drift(*truncated),
-            magnitude=abs(scale) * (_T(t.dS_terms) @ Q),
+            sigma_emulation=np.sqrt(
+                scale**2 * ((_T(t.dS_flips) + 2 * _T(x.common)) @ x.Q2 + 2 * summed) + last
+            ),
+            **_drift(*x.truncated),
+            magnitude=x.magnitude,
             concentration=_concentration(scale**2 * per_row, t.q, variance),
             powerless=self._powerless_keys(t, t.overflows),
             nonfinite=np.zeros(t.k.shape[:2], bool),
@@ -346,7 +379,7 @@ class ErrorModel:
             **_drift(truncated),
             magnitude=terms,
             concentration=_concentration(per_row, t.d_out, variance),
-            powerless=self._powerless_keys(t, np.zeros_like(t.overflows)),
+            powerless=self._powerless_keys(t, np.zeros(t.P.shape, bool)),
             nonfinite=np.zeros(t.k.shape[:2], bool),
         )
 

@@ -91,30 +91,45 @@ def attention(
     Raises:
         ValueError: if a shape does not fit or an option has none of its values; names it.
     """
-    x = _Problem.of(q, k, v, d_out, d_lse, causal, scale, dtype, alignment, out_given, rounding)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
-        return x.solve()
+    problem = Problem.of(q, k, v, d_out, d_lse, causal=causal, scale=scale, dtype=dtype, alignment=alignment)
+    return problem.result(out_given, rounding)
 
 
 @dataclass
-class _Problem:
-    """The arguments, stacked by KV head, and the constants of the budget."""
+class Problem:
+    """A problem whose exact values are computed once, whatever number of implementations is judged by them.
+
+    The arguments are stacked by KV head. What does not depend on an implementation is kept if all scores
+    are one rectangle, and computed anew each time if not: memory stays bounded.
+    """
 
     q: Array  # (N, M, D)
     k: Array  # (N, Sk, D)
     v: Array  # (N, Sk, Dv)
     d_out: Array | None  # (N, M, Dv)
     d_lse: Array | None  # (N, M)
-    out_given: Array | None  # (N, M, Dv)
     scale: float
     last_key: NDArray[np.int64]  # (M,) the last key that a row may see; -1: none
     dtype: Dtype
-    model: ErrorModel
     heads: tuple[int, int, int]  # B, Hq, Hkv
     tainted: NDArray[np.bool_] = field(init=False)  # (N,): a non-finite value in q, k, v
+    kept: dict[bool, Block] = field(init=False, default_factory=dict)  # by what the forward hangs on
 
     @classmethod
-    def of(cls, q, k, v, d_out, d_lse, causal, scale, dtype, alignment, out_given, rounding) -> _Problem:
+    def of(
+        cls,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        d_out: ArrayLike | None = None,
+        d_lse: ArrayLike | None = None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        dtype: str = "float32",
+        alignment: str = "bottom-right",
+    ) -> Problem:
+        """Arguments and errors are those of `attention`."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; it may be one of {', '.join(DTYPES)}")
         if alignment not in ALIGNMENTS:
@@ -131,11 +146,9 @@ class _Problem:
             "v": (v, (B, Hkv, Sk, Dv)),
             "d_out": (d_out, (B, Hq, Sq, Dv)),
             "d_lse": (d_lse, (B, Hq, Sq)),
-            "out_given": (out_given, (B, Hq, Sq, Dv)),
         }
-        for name, (t, shape) in wants.items():
-            if t is not None and np.shape(t) != shape:
-                raise ValueError(f"{name} has shape {np.shape(t)}; it must be {shape}")
+        for name, (given, shape) in wants.items():
+            _check_shape(name, given, shape)
         scale = D**-0.5 if scale is None else float(scale)
         if not np.isfinite(scale):
             raise ValueError(f"scale is {scale}; it must be finite")
@@ -161,11 +174,9 @@ class _Problem:
             v=v.reshape(N, Sk, Dv),
             d_out=stacked(d_out, M),
             d_lse=stacked(d_lse, M),
-            out_given=stacked(out_given, M),
             scale=scale,
             last_key=np.maximum(last_key, -1),
             dtype=DTYPES[dtype],
-            model=ErrorModel(DTYPES[dtype], rounding or Rounding(), scale),
             heads=(B, Hq, Hkv),
         )
         x._set_aside_nonfinite_values()
@@ -192,15 +203,29 @@ class _Problem:
 
     # ------------------------------------------------------------------ the whole, by rectangles
 
-    def solve(self) -> Result:
+    def result(self, out_given: ArrayLike | None = None, rounding: Rounding | None = None) -> Result:
+        """Exact values and the budget of an implementation with this output and these roundings.
+
+        Args:
+            out_given, rounding: as of `attention`.
+
+        Raises:
+            ValueError: if the output's shape does not fit.
+        """
         N, M, _ = self.q.shape
-        Sk = self.k.shape[1]
-        step = max(1, BLOCK // max(1, M * Sk))
-        parts = [self._solve_heads(slice(n, n + step)) for n in range(0, N, step)]
-        if not parts:
-            parts = [self._solve_heads(slice(0, 0))]
+        Sk, Dv = self.v.shape[1:]
         B, Hq, Hkv = self.heads
         Sq = M * Hkv // Hq
+        given = None
+        if out_given is not None:
+            _check_shape("out_given", out_given, (B, Hq, Sq, Dv))
+            given = np.asarray(out_given, np.float64).reshape(N, M, Dv)
+        model = ErrorModel(self.dtype, rounding or Rounding(), self.scale)
+        step = max(1, BLOCK // max(1, M * Sk))
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+            parts = [self._solve_heads(slice(n, n + step), given, model) for n in range(0, N, step)]
+            if not parts:
+                parts = [self._solve_heads(slice(0, 0), given, model)]
         joined: dict[str, Any] = {}
         for name in ("out", "lse", "dq", "dk", "dv"):
             pieces = [part[name] for part in parts if name in part]
@@ -210,56 +235,76 @@ class _Problem:
         score_terms = max(part["score_terms"] for part in parts)
         return Result(**joined, visible_keys=visible_keys, score_terms=score_terms, dtype=self.dtype)
 
-    def _solve_heads(self, heads: slice) -> dict[str, Any]:
+    def _solve_heads(self, heads: slice, given: Array | None, model: ErrorModel) -> dict[str, Any]:
         g = SimpleNamespace(
             **{
                 name: None if getattr(self, name) is None else getattr(self, name)[heads]
-                for name in ("q", "k", "v", "d_out", "d_lse", "out_given", "nan_query", "bad_key",
+                for name in ("q", "k", "v", "d_out", "d_lse", "nan_query", "bad_key",
                              "bad_value", "tainted", "tainted_lse")
             }
         )  # fmt: skip
+        given = None if given is None else given[heads]
         M, Sk = g.q.shape[1], g.k.shape[1]
         rows = max(1, min(M, BLOCK // max(1, Sk)))
         columns = max(1, min(Sk, BLOCK // max(1, M)))
+        if rows >= M:
+            return self._solve_whole(g, given, model)
         found: dict[str, list[SimpleNamespace]] = {}
-        whole = None
-        starts = range(0, M, rows) if M else (0,)
         statistics = []
         score_terms = 0.0
-        for i in starts:
-            block = self._block(g, slice(i, i + rows), slice(None))
+        for i in range(0, M, rows):
+            block = self._block(g, slice(i, i + rows), slice(None), model)
             score_terms = max(score_terms, float(block.S_terms.max(initial=0.0)))
-            self._forward(block)
-            found.setdefault("out", []).append(self.model.out(block))
-            found.setdefault("lse", []).append(self.model.lse(block))
+            self._forward(block, model)
+            found.setdefault("out", []).append(block.of_out)
+            found.setdefault("lse", []).append(block.of_lse)
             if g.d_out is not None:
-                self._delta(block)
-                self._score_gradients(block)
-                self._by_rows(block)
-                found.setdefault("dq", []).append(self.model.dq(block))
+                self._delta(block, model)
+                self._score_gradients(block, model)
+                self._by_rows(block, model)
+                self._given(block, None if given is None else given[:, i : i + rows])
+                model.given_score_gradients(block)
+                found.setdefault("dq", []).append(model.dq(block))
                 statistics.append(block.row)
-            whole = block if rows >= M else None
         if g.d_out is not None:
             row = _stacked_rows(statistics)
-            for j in range(0, Sk, columns) if Sk else (0,):
-                if whole is None:  # the rectangle of the row pass is not this one
-                    block = self._block(g, slice(None), slice(j, j + columns))
-                    block.row = row
-                    self._probabilities(block)
-                    self._score_gradients(block)
-                else:
-                    block = whole
-                self._by_columns(block)
-                found.setdefault("dk", []).append(self.model.dk(block))
-                found.setdefault("dv", []).append(self.model.dv(block))
-                if whole is not None:
-                    break
+            for j in range(0, Sk, columns):
+                block = self._block(g, slice(None), slice(j, j + columns), model)
+                block.row = row
+                self._probabilities(block)
+                self._score_gradients(block, model)
+                self._by_columns(block, model)
+                model.given_score_gradients(block)
+                found.setdefault("dk", []).append(model.dk(block))
+                found.setdefault("dv", []).append(block.of_dv)
         tensors = {name: _stacked_rows(pieces) for name, pieces in found.items()}
         return {**tensors, "score_terms": score_terms}
 
+    def _solve_whole(self, g: SimpleNamespace, given: Array | None, model: ErrorModel) -> dict[str, Any]:
+        """Heads whose scores are one rectangle."""
+        key = model.rounding.l_from_rounded_p
+        block = self.kept.get(key)
+        if block is None:
+            block = self._block(g, slice(None), slice(None), model)
+            self._forward(block, model)
+            if g.d_out is not None:
+                self._delta(block, model)
+                self._score_gradients(block, model)
+                self._by_rows(block, model)
+                self._by_columns(block, model)
+            if len(g.q) == len(self.q):
+                self.kept[key] = block
+        block = Block(**{**vars(block), "row": SimpleNamespace(**vars(block.row))})
+        found = {"out": block.of_out, "lse": block.of_lse}
+        if g.d_out is not None:
+            self._given(block, given)
+            model.given_score_gradients(block)
+            found |= {"dq": model.dq(block), "dk": model.dk(block), "dv": block.of_dv}
+        return {**found, "score_terms": float(block.S_terms.max(initial=0.0))}
+
     # ------------------------------------------------------------------ the formulas
 
-    def _block(self, g: SimpleNamespace, rows: slice, columns: slice) -> Block:
+    def _block(self, g: SimpleNamespace, rows: slice, columns: slice, model: ErrorModel) -> Block:
         """The inputs of a rectangle, which keys are visible in it, and S."""
         t = Block(q=g.q[:, rows], k=g.k[:, columns], v=g.v[:, columns], row=SimpleNamespace())
         t.n_keys, t.n_rows = g.k.shape[1], g.q.shape[1]
@@ -268,15 +313,14 @@ class _Problem:
         t.S = self.scale * (t.q @ _T(t.k))
         if g.d_out is not None:
             t.d_out, t.d_lse = g.d_out[:, rows], g.d_lse[:, rows]
-            t.out_given = None if g.out_given is None else g.out_given[:, rows]
         t.tainted, t.tainted_lse = g.tainted[:, None], g.tainted_lse[:, None]
         t.sees_nan = g.nan_query[:, rows] & (self.last_key[rows] >= 0)
         t.sees_nan = t.sees_nan | np.any(g.bad_key[:, None, columns] & t.visible, axis=-1)
         t.sees_bad_value = (g.bad_value[:, None, columns] & t.visible).any(-1)
-        self.model.scores(t)
+        model.scores(t)
         return t
 
-    def _forward(self, t: Block) -> None:
+    def _forward(self, t: Block, model: ErrorModel) -> None:
         """m, l, P, out and lse of whole rows; dead rows are 0 and -inf."""
         r = t.row
         r.live = t.visible.any(-1)  # (R,)
@@ -290,17 +334,21 @@ class _Problem:
         r.lse = np.where(r.live, r.m + np.log(r.l), -np.inf)
         t.P = e / r.l[..., None]
         r.out = t.P @ t.v
-        self.model.softmax(t)
+        model.softmax(t)
+        t.of_out, t.of_lse = model.out(t), model.lse(t)
 
-    def _delta(self, t: Block) -> None:
-        """delta of whole rows, once from the exact output and once from the given one."""
+    def _delta(self, t: Block, model: ErrorModel) -> None:
+        """delta of whole rows."""
         r = t.row
         r.delta = (t.d_out * r.out).sum(-1)
         r.deltas = [r.delta]
-        if t.out_given is not None:
-            given = np.where(np.isfinite(t.out_given), t.out_given, 0.0)
-            r.deltas.append((t.d_out * given).sum(-1))
-        self.model.deltas(t)
+        model.deltas(t)
+
+    def _given(self, t: Block, out: Array | None) -> None:
+        """delta of whole rows once more, from the given output (N, R, Dv)."""
+        if out is not None:
+            finite = np.where(np.isfinite(out), out, 0.0)
+            t.row.deltas = [t.row.delta, (t.d_out * finite).sum(-1)]
 
     def _probabilities(self, t: Block) -> None:
         """P of a rectangle from the statistics of its rows.
@@ -310,19 +358,27 @@ class _Problem:
         m, l = t.row.m[..., None], t.row.l[..., None]
         t.P = np.where(t.visible, np.exp(t.S - m) / l, 0.0)
 
-    def _score_gradients(self, t: Block) -> None:
+    def _score_gradients(self, t: Block, model: ErrorModel) -> None:
         """dS of a rectangle."""
         t.dP = t.d_out @ _T(t.v)
         t.pull = t.dP - (t.row.delta - t.d_lse)[..., None]
         t.dS = t.P * t.pull
-        self.model.score_gradients(t)
+        model.score_gradients(t)
 
-    def _by_rows(self, t: Block) -> None:
+    def _by_rows(self, t: Block, model: ErrorModel) -> None:
         t.dq = self.scale * (t.dS @ t.k)
+        model.exact_dq(t)
 
-    def _by_columns(self, t: Block) -> None:
+    def _by_columns(self, t: Block, model: ErrorModel) -> None:
         t.dk = self.scale * (_T(t.dS) @ t.q)
         t.dv = _T(t.P) @ t.d_out
+        model.exact_dk(t)
+        t.of_dv = model.dv(t)
+
+
+def _check_shape(name: str, t: ArrayLike | None, shape: tuple[int, ...]) -> None:
+    if t is not None and np.shape(t) != shape:
+        raise ValueError(f"{name} has shape {np.shape(t)}; it must be {shape}")
 
 
 def _T(x: Array) -> Array:

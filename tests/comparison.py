@@ -9,8 +9,9 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from numpy.typing import NDArray
 
 from reference import emulation, oracle, sdpa
 from reference.budget import Rounding
+from reference.emulation import Tiles
 from reports.records import Record, TensorSummary, Verdict
 
 from . import execution as executing
 from . import fences, ragged
 from .cases import Case
-from .execution import run
+from .execution import Execution, run
 from .implementations import OWN, Implementation, environment
 from .judge import judge, judge_again
+from .ragged import Part
 from .values import Inputs, make_inputs
 
 Array = NDArray[np.float64]
@@ -44,73 +47,139 @@ FRAMES, TEXT = 10, 2000
 """Lines of a traceback that are kept, the innermost, and characters of an exception's text."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What an implementation made of a case, in this process or in another.
+
+    Attributes:
+        path: the code that ran.
+        tiles: those of the implementation, if known.
+        execution: what came of it; None if it raised.
+        raised: the exception, by `_raised`.
+        seconds: that it took.
+    """
+
+    path: str
+    tiles: Tiles | None = None
+    execution: Execution | None = None
+    raised: str = ""
+    seconds: float = 0.0
+
+
+class Prepared:
+    """A case's inputs and what its references make of them, once for any number of implementations.
+
+    Args:
+        case: what the inputs follow from. Its memory layout does not matter, but for "expanded".
+        fa2: whether SDPA is also computed in the dtype of the inputs, for FlashAttention-2's rule.
+    """
+
+    def __init__(self, case: Case, fa2: bool = True) -> None:
+        self.case = case
+        self.inputs = make_inputs(case)
+        self.parts: list[tuple[Part, _References]] = []
+        for part in ragged.parts(case):
+            given: dict[str, Any] = {
+                name: None if t is None else part.of(name, t) for name, t in vars(self.inputs).items()
+            }
+            self.parts.append((part, _References(part.case, Inputs(**given), fa2)))
+
+
 def compare(
-    case: Case, implementation: Implementation, device: torch.device, origin: str = "replay"
+    case: Case,
+    implementation: Implementation,
+    device: torch.device,
+    origin: str = "replay",
+    prepared: Prepared | None = None,
+    hostile: bool | None = None,
 ) -> Record:
     """Runs a case through an implementation and judges every tensor against every reference.
 
     An exception of the implementation is a broken claim: it took a case that it claims. Of a ragged batch
     each sequence is judged as a dense case is; of each rule the worst verdict is recorded.
-    """
-    path = implementation.path(device)
-    record = functools.partial(
-        Record,
-        case=case.id,
-        words=case.words(),
-        origin=origin,
-        implementation=implementation.name,
-        path=path,
-        dtype=case.dtype,
-        backward=case.backward,
-        replay=replay(case, implementation, path),
-    )
-    claims = implementation.claims
-    refusal = claims.refusal(case)
-    if refusal:
-        return record(status="not claimed", reason=refusal)
 
+    Args:
+        case, implementation, device, origin: what is compared, and for the record where it is from.
+        prepared: its inputs and references, if they serve other implementations too.
+        hostile: as of `execution.run`; by default on a GPU always, on the CPU for `REPEATED`.
+    """
+    refusal = implementation.claims.refusal(case)
+    if refusal:
+        record = _record(case, implementation, implementation.path(device), origin)
+        return record(status="not claimed", reason=refusal)
     clock = _Clock()
     with clock("inputs"):
-        inputs = make_inputs(case)
+        prepared = Prepared(case) if prepared is None else prepared
+    if hostile is None:
+        hostile = device.type == "cuda" or origin in REPEATED
+    outcome = execute(case, implementation, device, prepared.inputs, hostile)
+    return judged(case, implementation, outcome, prepared, origin, clock)
+
+
+def execute(
+    case: Case, implementation: Implementation, device: torch.device, inputs: Inputs, hostile: bool
+) -> Outcome:
+    """Runs a claimed case through an implementation, whatever that raises."""
+    path = implementation.path(device)
+    clock = _Clock()
     try:
         with clock("implementation"):
-            hostile = device.type == "cuda" or origin in REPEATED
             execution = run(implementation, case, inputs, device, hostile)
-        results = execution.results
-        verdicts = [_handed_over(case, verdict) for verdict in execution.verdicts]
     except (Exception, SystemExit) as error:  # what a kernel does must not end the run
-        raised = _raised(error)
-        verdict = Verdict("out", "contract", "does not raise", False, note=raised)
+        return Outcome(path, raised=_raised(error), seconds=clock.seconds.get("implementation", 0.0))
+    tiles = implementation.tiles(case, device) if implementation.tiles is not None else None
+    return Outcome(path, tiles, execution, seconds=clock.seconds["implementation"])
+
+
+def judged(
+    case: Case,
+    implementation: Implementation,
+    outcome: Outcome,
+    prepared: Prepared,
+    origin: str,
+    clock: _Clock | None = None,
+) -> Record:
+    """The record of an outcome, every tensor of which is judged against every reference.
+
+    Args:
+        case, implementation, outcome: what was executed.
+        prepared: the inputs and references of the case.
+        origin: of the case.
+        clock: has taken the time of what came before.
+    """
+    clock = _Clock() if clock is None else clock
+    clock.seconds["implementation"] = outcome.seconds
+    record = _record(case, implementation, outcome.path, origin)
+    execution = outcome.execution
+    if execution is None:
+        verdict = Verdict("out", "contract", "does not raise", False, note=outcome.raised)
         return record(
             status="broken",
-            reason=f"raised {raised.splitlines()[0]}",
+            reason=f"raised {outcome.raised.splitlines()[0]}",
             verdicts=[verdict],
             seconds=clock.seconds,
         )
 
-    tiles = implementation.tiles(case, device) if implementation.tiles is not None else None
-    judged: list[Verdict] = []
+    claims = implementation.claims
+    results = execution.results
+    verdicts = [_handed_over(case, verdict) for verdict in execution.verdicts]
+    of_parts: list[Verdict] = []
     found: dict[str, list[TensorSummary]] = {name: [] for name in results}
-    for part in ragged.parts(case):
-        given: dict[str, Any] = {
-            name: None if t is None else part.of(name, t) for name, t in vars(inputs).items()
-        }
-        of_part, summaries_of_part = _judged(
-            part.case,
-            Inputs(**given),
+    for part, references in prepared.parts:
+        of_part, summaries_of_part = references.judged(
             {name: part.of(name, x) for name, x in results.items()},
             {
                 rule: {name: part.of(name, x) for name, x in again.items() if not claims.repeatable(name)}
                 for rule, again in execution.repeats.items()
             },
             claims.rounding,
-            tiles,
+            outcome.tiles,
             clock,
         )
-        judged += map(part.located, of_part)
+        of_parts += map(part.located, of_part)
         for name, summary in summaries_of_part.items():
             found[name].append(summary)
-    verdicts += [*ragged.past_rows(case, results), *ragged.worst(judged)]
+    verdicts += [*ragged.past_rows(case, results), *ragged.worst(of_parts)]
     summaries = {name: ragged.total(of_tensor) for name, of_tensor in found.items()}
 
     elements = sum(summary.elements for summary in summaries.values())
@@ -123,6 +192,21 @@ def compare(
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
     return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
+
+
+def _record(case: Case, implementation: Implementation, path: str, origin: str) -> Callable[..., Record]:
+    """Makes a record of what is known before anything runs."""
+    return functools.partial(
+        Record,
+        case=case.id,
+        words=case.words(),
+        origin=origin,
+        implementation=implementation.name,
+        path=path,
+        dtype=case.dtype,
+        backward=case.backward,
+        replay=replay(case, implementation, path),
+    )
 
 
 def _raised(error: BaseException) -> str:
@@ -153,58 +237,71 @@ def _handed_over(case: Case, verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(verdict, where=ragged.handed_over(verdict.tensor, *place))
 
 
-def _judged(
-    case: Case,
-    inputs: Inputs,
-    results: Mapping[str, Array],
-    repeats: Mapping[str, Mapping[str, Array]],
-    rounding: Rounding,
-    tiles: emulation.Tiles | None,
-    clock: _Clock,
-) -> tuple[list[Verdict], dict[str, TensorSummary]]:
-    """Judges the results of a dense case against the three references.
+class _References:
+    """The three references of a dense case. What no implementation changes is computed once.
 
     Args:
-        case, inputs, results, repeats: of `run`.
-        rounding: where the implementation rounds.
-        tiles: those of the implementation, if known.
-        clock: takes the time of each reference.
+        case, inputs, fa2: as of `Prepared`.
     """
-    tensors = (inputs.q, inputs.k, inputs.v, inputs.d_out, inputs.d_lse)
-    q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in tensors)
-    assert q is not None and k is not None and v is not None
-    with clock("oracle"):
-        exact = oracle.attention(
-            q,
-            k,
-            v,
-            d_out,
-            d_lse,
-            causal=case.causal,
-            scale=case.scale,
-            dtype=case.dtype,
-            out_given=results.get("out"),
-            rounding=rounding,
-        )
-    with clock("sdpa"):
-        in_float64 = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale))
-        in_own = _arrays(sdpa.attention(*tensors, causal=case.causal, scale=case.scale, dtype=inputs.q.dtype))
-    out_given = torch.from_numpy(results["out"]).to(inputs.q.dtype) if "out" in results else None
-    with clock("emulation"):
-        emulated = _arrays(
-            emulation.attention(
-                *tensors,
-                causal=case.causal,
-                scale=case.scale,
-                tiles=emulation.DEFAULT_TILES if tiles is None else tiles,
-                out_given=out_given,
+
+    def __init__(self, case: Case, inputs: Inputs, fa2: bool) -> None:
+        self.case, self.fa2 = case, fa2
+        self.tensors = (inputs.q, inputs.k, inputs.v, inputs.d_out, inputs.d_lse)
+        self.options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
+
+    @functools.cached_property
+    def problem(self) -> oracle.Problem:
+        q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in self.tensors)
+        assert q is not None and k is not None and v is not None
+        return oracle.Problem.of(q, k, v, d_out, d_lse, dtype=self.case.dtype, **self.options)
+
+    @functools.cached_property
+    def in_float64(self) -> dict[str, Array]:
+        return _arrays(sdpa.attention(*self.tensors, **self.options))
+
+    @functools.cached_property
+    def in_own(self) -> dict[str, Array] | None:
+        if not self.fa2:
+            return None
+        return _arrays(sdpa.attention(*self.tensors, **self.options, dtype=self.tensors[0].dtype))
+
+    def judged(
+        self,
+        results: Mapping[str, Array],
+        repeats: Mapping[str, Mapping[str, Array]],
+        rounding: Rounding,
+        tiles: Tiles | None,
+        clock: _Clock,
+    ) -> tuple[list[Verdict], dict[str, TensorSummary]]:
+        """Judges the results of an implementation against the three references.
+
+        Args:
+            results, repeats: of `run`.
+            rounding: where the implementation rounds.
+            tiles: those of the implementation, if known.
+            clock: takes the time of each reference.
+        """
+        with clock("oracle"):
+            exact = self.problem.result(results.get("out"), rounding)
+        with clock("sdpa"):
+            in_float64, in_own = self.in_float64, self.in_own
+        out_given = torch.from_numpy(results["out"]).to(self.tensors[0].dtype) if "out" in results else None
+        with clock("emulation"):
+            emulated = _arrays(
+                emulation.attention(
+                    *self.tensors,
+                    **self.options,
+                    tiles=emulation.DEFAULT_TILES if tiles is None else tiles,
+                    out_given=out_given,
+                )
             )
-        )
-    with clock("judge"):
-        verdicts, summaries = judge(case, results, exact, in_float64, emulated, tiles is not None, in_own)
-        for rule, again in repeats.items():
-            verdicts += judge_again(case, again, exact, rule)
-        return verdicts, summaries
+        with clock("judge"):
+            verdicts, summaries = judge(
+                self.case, results, exact, in_float64, emulated, tiles is not None, in_own
+            )
+            for rule, again in repeats.items():
+                verdicts += judge_again(self.case, again, exact, rule)
+            return verdicts, summaries
 
 
 def replay(case: Case, implementation: Implementation, path: str) -> str:

@@ -79,7 +79,9 @@ def _dense(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:
 
     # head dimensions, padded or not, v's as q's or not
     equal = (16, 17, 24, 40, 63, 64, 72, 80, 96, 100, 104, 111, 128, 160, 192, 256)
-    different = ((16, 32), (32, 16), (40, 16), (64, 128), (128, 64), (192, 128), (16, 256), (256, 16))
+    # in the last two, rows of only one of q and v are whole blocks of 16 bytes
+    different = ((16, 32), (32, 16), (40, 16), (64, 128), (128, 64), (192, 128), (16, 256), (256, 16),
+                 (16, 20), (20, 16))  # fmt: skip
     for number, (dim, dim_v) in enumerate([*((dim, dim) for dim in equal), *different]):
         for dtype in DTYPES if not interpreted else DTYPES[number % 3 :: 3]:
             yield of(dim=dim, dim_v=dim_v, dtype=dtype, heads_q=2, heads_kv=1, causal=number % 2 == 0)

@@ -41,9 +41,14 @@ class Claims:
         devices: of "cpu", "cuda".
         smallest_dim, largest_dim: head dimensions.
         largest_scale: of the scores, in magnitude; no implementation is asked for what float32 cannot hold.
+        positive_scale: the scale must be greater than 0.
+        dims_multiple_of: of which D and Dv are multiples.
         equal_dims: D and Dv must be equal.
         gqa: Hq may be a multiple of Hkv.
         cross_lengths: Sq and Sk may differ.
+        causal_alignment: which key the first query sees, if causal and Sq and Sk differ: "bottom-right" (the
+            last query sees the last key) or "top-left" (the first query sees the first key). Cases are of the
+            former.
         dead_rows: a query may see no key.
         empty: B, Sq or Sk may be 0.
         backward: it is differentiable.
@@ -61,9 +66,12 @@ class Claims:
     smallest_dim: int = 16
     largest_dim: int = 256
     largest_scale: float = torch.finfo(torch.float32).max
+    positive_scale: bool = False
+    dims_multiple_of: int = 1
     equal_dims: bool = True
     gqa: bool = False
     cross_lengths: bool = False
+    causal_alignment: str = "bottom-right"
     dead_rows: bool = False
     empty: bool = False
     backward: bool = False
@@ -87,15 +95,23 @@ class Claims:
     def refusal(self, case: Case) -> str:
         """Why a case lies outside of the claims; empty if it lies inside."""
         contiguous = "bshd" if case.ragged else "bhsd"
+        square = all(len_q == len_k for len_q, len_k in case.pairs)
         needs = {
             "ragged batches": not case.ragged or self.ragged,
             f"dtype {case.dtype}": case.dtype in self.dtypes,
             f"head dimension {case.dim}": self.smallest_dim <= case.dim <= self.largest_dim,
             f"head dimension {case.dim_v}": self.smallest_dim <= case.dim_v <= self.largest_dim,
+            f"head dimensions not multiples of {self.dims_multiple_of}": not (
+                case.dim % self.dims_multiple_of or case.dim_v % self.dims_multiple_of
+            ),
             f"a scale beyond {self.largest_scale:.5g}": abs(case.effective_scale) <= self.largest_scale,
+            "a scale of 0 or less": case.effective_scale > 0 or not self.positive_scale,
             "Dv != D": case.dim == case.dim_v or not self.equal_dims,
             "several query heads a KV head": case.heads_q == case.heads_kv or self.gqa,
-            "Sq != Sk": all(len_q == len_k for len_q, len_k in case.pairs) or self.cross_lengths,
+            "Sq != Sk": square or self.cross_lengths,
+            "a causal mask aligned at the bottom right": (
+                square or not case.causal or self.causal_alignment == "bottom-right" or not self.cross_lengths
+            ),
             "rows that see no key": not case.dead_rows or self.dead_rows,
             "empty inputs": not case.empty or self.empty,
             "a backward": not case.backward or self.backward,
@@ -136,13 +152,18 @@ def load(spec: str) -> Implementation:
     """The implementation that `--impl` names.
 
     Args:
-        spec: "triton", "module:callable" or "path/file.py:callable" (from the current folder).
+        spec: "triton", a name of `backends`, "module:callable" or "path/file.py:callable" (from the current
+            folder).
 
     Raises:
         ImplementationError: if there is no such thing.
     """
     if spec == OWN:
         return _own()
+    from . import backends  # which are made of what is defined here
+
+    if spec in backends.NAMES:
+        return backends.load(spec)
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ImplementationError(

@@ -2,15 +2,8 @@
 
 Every element x is judged against its own budget from the float64 oracle: a hard bound B on |x - r|, a
 standard deviation sigma, and an interval of legal alternatives to r (`reference.oracle.Estimate`).
-z is the distance to that interval in units of sigma. The limits follow from `FALSE_ALARM` and the laws
-below; the constants beside it say what they stand for. The statistics:
-
-    a rounding error is uniform, hence strictly sub-Gaussian, so max |z| of N elements exceeds
-    t = sqrt(2 ln(2 N / alpha)) with probability alpha at most;
-    the mean of z^2 over n elements whose correlation matrix has the largest eigenvalue n lambda exceeds
-    1 + 2 sqrt(lambda x) + 2 lambda x with probability e^-x (Laurent, Massart, Ann. Statist. 28(5), 2000;
-    for sub-Gaussian vectors Hsu, Kakade, Zhang, Electron. Commun. Probab. 17, 2012);
-    the mean of z with the sign of r has variance lambda.
+z is the distance to that interval in units of sigma. All limits are those of `thresholds`, which names
+the law that each follows from.
 """
 
 from __future__ import annotations
@@ -26,27 +19,11 @@ from reference.error_model import Estimate
 from reference.oracle import Result
 from reports.records import TensorSummary, Verdict
 
+from . import thresholds
 from .cases import Case
+from .thresholds import AGREEMENT, FALSE_ALARM, RESOLVED, ROWS_FOR_EMULATION, TILE_ROWS
 
 Array = NDArray[np.float64]
-
-FALSE_ALARM = 1e-9
-"""alpha: chance that one statistic of one comparison is red for a correct implementation."""
-
-TILE_ROWS = 64
-"""Rows of a tile, for the statistic by tile: the commonest size of the kernels under test."""
-
-BIAS = 0.2
-"""Mean of z that a correct kernel may have: sums of the last bits are never quite centred."""
-
-RESOLVED = 8
-"""Half steps of the subnormal numbers: smaller values are left out of the bias."""
-
-ROWS_FOR_EMULATION = 16
-"""Fewer rows say nothing about the emulation: one flipped rounding of P moves a whole row."""
-
-AGREEMENT = 1e-12
-"""Relative error of float64 references among themselves."""
 
 
 def judge(
@@ -205,7 +182,9 @@ class _Tensor:
     def _bound(self) -> Verdict:
         use = self.error / self.rows.bound
         worst = int(use.argmax())
-        return self._verdict("hard bound", use.flat[worst], 1.0, worst, note=self._values(worst))
+        return self._verdict(
+            "hard bound", use.flat[worst], thresholds.HARD_BOUND, worst, note=self._values(worst)
+        )
 
     def _values(self, flat: int) -> str:
         return f"got {self.cells.flat[flat]:.8g}, exact {self.rows.value.flat[flat]:.8g}"
@@ -214,7 +193,7 @@ class _Tensor:
         z = np.abs(self.z)
         worst = int(z.argmax())
         n = int(self.compared.sum())
-        limit = np.sqrt(2 * np.log(2 * n / FALSE_ALARM))
+        limit = thresholds.largest_z(n, FALSE_ALARM)
         return self._verdict("largest z", z.flat[worst], limit, worst, note=self._values(worst))
 
     def _root_mean_squares(self) -> list[Verdict]:
@@ -237,10 +216,9 @@ class _Tensor:
         found = []
         for rule, (squares, n, largest, repetition) in groups.items():
             squares, n, largest = np.atleast_1d(squares, n, largest)
-            x = np.log((n > 0).sum() / FALSE_ALARM)
             rows = np.maximum(n / max(D, 1), 1)
             share = largest * np.maximum(1 / rows, repetition)  # lambda of the group
-            limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
+            limit = thresholds.rms_z((n > 0).sum(), share, FALSE_ALARM)
             statistic = np.sqrt(squares / np.maximum(n, 1))
             worst = int((statistic / limit).argmax())
             place = [int(i) for i in np.unravel_index(worst, statistic.shape)]
@@ -254,7 +232,6 @@ class _Tensor:
 
     def _bias(self) -> list[Verdict]:
         """Mean of z towards or away from zero: truncation, a scale off by a little."""
-        # a value of a step or less has fewer places to go away from zero than towards it
         resolved = self.compared & (np.abs(self.rows.value) >= RESOLVED * self.oracle.dtype.eta)
         seen = resolved.any(-1)
         repeated = self.case.equal_scores or self.case.few_magnitudes  # the errors of rows are one error
@@ -264,10 +241,10 @@ class _Tensor:
         eigenvalue = np.minimum(count, self.concentration[seen] * self.z.shape[-1])
         of_row = count * eigenvalue  # variance of a row's sum of z, at most
         variance = max(of_row.sum(), self.repetition.max() * np.sqrt(of_row).sum() ** 2)
-        deviation = np.sqrt(2 * np.log(2 / FALSE_ALARM) * variance) / count.sum()
+        limit = thresholds.bias(variance, count.sum(), FALSE_ALARM)
         mean = float(np.where(resolved, self.z * np.sign(self.rows.value), 0.0).sum() / count.sum())
         note = "away from zero" if mean > 0 else "towards zero"
-        return [self._verdict("bias", abs(mean), BIAS + deviation, None, note=note)]
+        return [self._verdict("bias", abs(mean), limit, None, note=note)]
 
     def _exact(self) -> list[Verdict]:
         """What must come out bit for bit."""
@@ -336,7 +313,7 @@ class _Tensor:
             with np.errstate(invalid="ignore"):
                 use = np.where(self.compared & both, np.abs(self.cells - r), 0.0) / e.bound
             worst = int(use.argmax())
-            found.append(self._verdict("hard bound", use.flat[worst], 1.0 + 1e-6, worst, "sdpa"))
+            found.append(self._verdict("hard bound", use.flat[worst], thresholds.SDPA_BOUND, worst, "sdpa"))
         return found
 
     def against_emulation(self, emulated: Array, same_tiles: bool) -> list[Verdict]:
@@ -344,7 +321,8 @@ class _Tensor:
 
         In 16 bit, if P and dS were rounded in the same tiles, also the root mean square over the tensor:
         what remains is the last rounding, P or dS that fell on the other side of a midpoint, and what
-        tensor cores truncate, which the emulation does not.
+        tensor cores truncate, which the emulation does not. A row counts only so much
+        (`thresholds.FLIPPED`).
         """
         r = emulated[..., None] if self.name == "lse" else emulated
         known = self.compared & np.isfinite(r)
@@ -354,17 +332,18 @@ class _Tensor:
         with np.errstate(invalid="ignore"):
             use = np.where(known, np.abs(self.cells - r), 0.0) / self.rows.bound
         worst = int(use.argmax())
-        found = [self._verdict("twice the hard bound", use.flat[worst], 2.0, worst, "emulation")]
+        limit = thresholds.EMULATION_BOUND
+        found = [self._verdict("twice the hard bound", use.flat[worst], limit, worst, "emulation")]
         if not same_tiles or self.name == "lse" or self.case.dtype == "float32" or rows < ROWS_FOR_EMULATION:
             return found
         with np.errstate(invalid="ignore"):
             apart = self.cells - r
             beyond = apart - np.clip(apart, self.rows.drift_low, self.rows.drift_high)
             z = np.where(known, beyond / self.rows.sigma_emulation, 0.0)
-        x = np.log(1 / FALSE_ALARM)
-        share = max(1 / rows, self.repetition.max())
-        limit = np.sqrt(1 + 2 * np.sqrt(share * x) + 2 * share * x)
-        statistic = np.sqrt((z**2).sum() / known.sum())
+        count = known.sum(-1)
+        of_row = np.minimum((z**2).sum(-1) / np.maximum(count, 1), thresholds.FLIPPED)
+        statistic = np.sqrt(of_row[count > 0].mean())
+        limit = thresholds.rms_z_emulation(1 / max(1 / rows, self.repetition.max()), FALSE_ALARM)
         return [*found, self._verdict("rms z", statistic, limit, int(np.abs(z).argmax()), "emulation")]
 
     # ------------------------------------------------------------------ summary

@@ -1,10 +1,11 @@
 """Ragged and edge cases for NVIDIA's compute-sanitizer, which sees what no number shows.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    for tool in memcheck initcheck racecheck; do
+    for tool in "memcheck --padding 65536" initcheck racecheck; do
         compute-sanitizer --tool $tool --error-exitcode 9 python -m tests.sanitized
     done
 
+Padding: else what lies beyond an allocation may belong to the next one, where memcheck lets it be read.
 Nothing is poisoned or fenced: to initcheck that would be a first writing. Every tensor ends where a block
 of 512 bytes ends, PyTorch's unit of allocation, so that one byte further is outside of the allocation.
 `--overrun` reads a row too many, to show that the checker sees it.

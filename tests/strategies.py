@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from .cases import DTYPES, GRADIENTS, LAYOUTS, REGIMES, Case
+from .drawing import HEADS, PAST, SCALES
 from .implementations import Claims
 
 
@@ -69,10 +70,6 @@ def lengths(tile: int) -> st.SearchStrategy[int]:
         st.sampled_from(at_edges),
         st.sampled_from(short),
     )
-
-
-PAST = [(0, 0), (0, 0), (0, 0), (0, 0), (1, 0), (0, 1), (3, 5), (9, 2)]
-"""Rows of q and of k past the last sequence of a ragged batch."""
 
 
 @st.composite
@@ -154,8 +151,7 @@ def cases(
         shape["len_q"], shape["len_k"] = draw(about_tiles(claims, causal, tile), label="Sq, Sk")
         scores = shape["len_q"] * shape["len_k"]
     room = max(1, largest // max(1, scores))
-    groups = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (6, 2), (5, 1), (8, 1)]
-    groups = [(q, kv) for q, kv in groups if q <= room and (q == kv or claims.gqa)]
+    groups = [(q, kv) for q, kv in HEADS if q <= room and (q == kv or claims.gqa)]
     heads_q, heads_kv = draw(st.sampled_from(groups), label="heads")
     if not ragged:
         shape["batch"] = draw(st.integers(1, max(1, min(3, room // heads_q))), label="batch")
@@ -174,7 +170,7 @@ def cases(
         dim_v=dims[1],
         dtype=dtype,
         causal=causal,
-        scale=draw(st.sampled_from([None, None, None, 1.0, 0.3, -0.2, 0.0]), label="scale"),
+        scale=draw(st.sampled_from(SCALES), label="scale"),
         values=draw(st.sampled_from(list(REGIMES)), label="values"),
         layout=layout,
         grad=grad,

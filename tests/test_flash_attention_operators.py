@@ -122,11 +122,16 @@ def test_the_ragged_operators_keep_the_rules_of_torch_library(name: str, device:
         torch.library.opcheck(varlen_backward_operator, (d_out, d_lse, *saved, *needs))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "heads first"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_fake_ragged_operators_foresee_shapes_dtypes_and_strides(name: str, device: torch.device) -> None:
+def test_the_fake_ragged_operators_foresee_shapes_dtypes_and_strides(
+    name: str, layout: str, device: torch.device
+) -> None:
     """D5, D8."""
     lengths, past, changes = BATCHES[name]
     x, offsets = ragged_inputs_of(device, lengths, past=past, **changes), Offsets.of(lengths, device)
+    if layout == "heads first":
+        x = every(x, lambda _, t: t.transpose(0, 1).contiguous().transpose(0, 1))
     where = tuple(vars(offsets).values())
     out, lse = varlen_forward_operator(x.q, x.k, x.v, *where, True, 0.2, False, False)
     calls: list[tuple[Any, tuple[Any, ...]]] = [

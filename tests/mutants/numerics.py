@@ -1,0 +1,370 @@
+"""Numerics: what is rounded, to which dtype, where, and in which dtype sums are kept."""
+
+from __future__ import annotations
+
+from .mutant import Change, Mutant
+
+KIND = "numerics and accumulators"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "scaled-score-minus-a-rounded-maximum",
+        KIND,
+        "exp2 takes the scaled score less the scaled maximum, which is rounded where a fused product is not.",
+        (
+            Change(
+                "forward.py",
+                "tl.exp2((S - m_finite[:, None]) * exponent_scale)",
+                "tl.exp2(S * exponent_scale - (m_finite * exponent_scale)[:, None])",
+            ),
+        ),
+        witness="b1_h2x2_s1x1_d64x64_bfloat16_full_scale=10000000000.0_normal_bhsd_grad=none_nodlse_seed0",
+        report="F1",
+        lane="gpu",
+        tensors=("out",),
+    ),
+    Mutant(
+        "lse-of-a-maximum-in-16-bit",
+        KIND,
+        "The lse adds the maximum as the 16-bit dtype has it, and not the one that was subtracted.",
+        (
+            Change(
+                "forward.py",
+                "m * tl.abs(scale) + tl.log(l)",
+                "rounded(m, Q.dtype.element_ty, EMULATE_BF16).to(tl.float32) * tl.abs(scale) + tl.log(l)",
+            ),
+        ),
+        witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "k-scaled-in-16-bit-for-dk-dv",
+        KIND,
+        "For dk and dv, K is multiplied by the scale in its own dtype: P no longer fits the stored lse.",
+        (
+            Change(
+                "backward.py",
+                "tl.dot(k, tl.trans(q), input_precision=PRECISION)",
+                "tl.dot(rounded(k.to(tl.float32) * exponent_scale, k.dtype, EMULATE_BF16), tl.trans(q),"
+                " input_precision=PRECISION)",
+            ),
+            Change("backward.py", "S * exponent_scale - lse[None, :]", "S - lse[None, :]"),
+        ),
+        witness="b1_h1x1_s33x17_d16x16_bfloat16_full_scale=auto_near-tied_bhsd_grad=kv_nodlse_seed0",
+        report="F10",
+        tensors=("dv",),
+    ),
+    Mutant(
+        "q-scaled-in-16-bit-for-dq",
+        KIND,
+        "For dq, Q is multiplied by the scale in its own dtype: P no longer fits the stored lse.",
+        (
+            Change(
+                "backward.py",
+                "tl.dot(q, tl.trans(k), input_precision=PRECISION)",
+                "tl.dot(rounded(q.to(tl.float32) * exponent_scale, q.dtype, EMULATE_BF16), tl.trans(k),"
+                " input_precision=PRECISION)",
+            ),
+            Change("backward.py", "S * exponent_scale - lse[:, None]", "S - lse[:, None]"),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_near-tied_bhsd_grad=q_nodlse_seed0",
+        report="F10",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "q-scaled-in-16-bit-in-the-forward",
+        KIND,
+        "Q is multiplied by the scale in its own dtype before the scores are formed.",
+        (
+            Change(
+                "forward.py",
+                "q = tl.where(scale < 0, -q, q)",
+                "q = rounded(q.to(tl.float32) * (scale * LOG2_E), q.dtype, EMULATE_BF16)",
+            ),
+            Change("forward.py", "exponent_scale = tl.abs(scale) * LOG2_E", "exponent_scale = 1.0"),
+            Change("forward.py", "m * tl.abs(scale) + tl.log(l)", "m / LOG2_E + tl.log(l)"),
+        ),
+        witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "p-rounded-to-bfloat16",
+        KIND,
+        "P enters the product with V with bfloat16's 8 bits, whatever the dtype.",
+        (
+            Change(
+                "forward.py",
+                "P = rounded(P, v.dtype, EMULATE_BF16)",
+                "P = rounded(P, tl.bfloat16, True).to(v.dtype)",
+            ),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("out",),
+    ),
+    Mutant(
+        "small-p-flushed-to-zero",
+        KIND,
+        "P below float16's normal numbers is taken for 0, as hardware that flushes has it.",
+        (
+            Change(
+                "forward.py",
+                "P = rounded(P, v.dtype, EMULATE_BF16)",
+                "P = rounded(tl.where(P < 6.1035e-5, 0.0, P), v.dtype, EMULATE_BF16)",
+            ),
+        ),
+        witness="b1_h1x1_s33x33_d16x16_float32_full_scale=auto_large_bhsd_grad=none_nodlse_seed0",
+        tensors=("out",),
+    ),
+    Mutant(
+        "exponents-in-16-bit",
+        KIND,
+        "The exponent of P is rounded to float16 before the exponential is taken.",
+        (
+            Change(
+                "forward.py",
+                "P = tl.exp2((S - m_finite[:, None]) * exponent_scale)",
+                "P = tl.exp2(((S - m_finite[:, None]) * exponent_scale).to(tl.float16).to(tl.float32))",
+            ),
+        ),
+        witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "sum-of-the-rounded-p",
+        KIND,
+        "l adds what P is rounded to, in 16 bit, and the lse with it.",
+        (
+            Change(
+                "forward.py",
+                "l = l * alpha + tl.sum(P, 1)\n        P = rounded(P, v.dtype, EMULATE_BF16)\n",
+                "P = rounded(P, v.dtype, EMULATE_BF16)\n"
+                "        l = l * alpha + tl.sum(P.to(tl.float32), 1)\n",
+            ),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "sum-in-bfloat16",
+        KIND,
+        "l is kept in bfloat16 from tile to tile.",
+        (
+            Change(
+                "forward.py",
+                "l = l * alpha + tl.sum(P, 1)",
+                "l = rounded(l * alpha + tl.sum(P, 1), tl.bfloat16, True)",
+            ),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_bfloat16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "out-accumulated-in-float16",
+        KIND,
+        "The accumulator of out is kept in float16 from tile to tile.",
+        (
+            Change(
+                "forward.py",
+                "acc * alpha[:, None], input_precision=PRECISION)",
+                "acc * alpha[:, None], input_precision=PRECISION).to(tl.float16).to(tl.float32)",
+            ),
+        ),
+        witness="b1_h1x1_s17x131_d64x64_float16_full_scale=auto_mean_bhsd_grad=none_nodlse_seed0",
+        tensors=("out",),
+    ),
+    Mutant(
+        "dq-accumulated-in-bfloat16",
+        KIND,
+        "The accumulator of dq is kept in bfloat16 from tile to tile.",
+        (
+            Change(
+                "backward.py",
+                "dq = tl.dot(dS, k, dq, input_precision=PRECISION)",
+                "dq = rounded(tl.dot(dS, k, dq, input_precision=PRECISION), tl.bfloat16, True)",
+            ),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "dk-accumulated-in-float16",
+        KIND,
+        "The accumulator of dk is kept in float16 from tile to tile.",
+        (
+            Change(
+                "backward.py",
+                "dk = tl.dot(dS, q, dk, input_precision=PRECISION)",
+                "dk = tl.dot(dS, q, dk, input_precision=PRECISION).to(tl.float16).to(tl.float32)",
+            ),
+        ),
+        witness="b1_h4x1_s67x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed0",
+        tensors=("dk",),
+    ),
+    Mutant(
+        "dv-accumulated-in-bfloat16",
+        KIND,
+        "The accumulator of dv is kept in bfloat16 from tile to tile.",
+        (
+            Change(
+                "backward.py",
+                "dO, dv, input_precision=PRECISION)",
+                "dO, rounded(dv, tl.bfloat16, True), input_precision=PRECISION)",
+            ),
+        ),
+        witness="b1_h2x1_s67x17_d16x16_bfloat16_full_scale=auto_mean_bhsd_grad=v_nodlse_seed0",
+        report="H4",
+        tensors=("dv",),
+    ),
+    Mutant(
+        "truncated-to-bfloat16",
+        KIND,
+        "Rounding to bfloat16 cuts the lower bits off, towards zero.",
+        (
+            Change(
+                "numerics.py",
+                "(bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000",
+                "bits & 0xFFFF0000",
+            ),
+        ),
+        witness="b1_h1x1_s33x33_d64x64_bfloat16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("out",),
+    ),
+    Mutant(
+        "ds-truncated-for-dk",
+        KIND,
+        "dS is cut to bfloat16's bits on its way into dk, towards zero.",
+        (
+            Change(
+                "backward.py",
+                "dk = tl.dot(dS, q, dk,",
+                "dk = tl.dot(((P * (dP - delta[None, :])).to(tl.uint32, bitcast=True) & 0xFFFF0000)"
+                ".to(tl.float32, bitcast=True).to(q.dtype), q, dk,",
+            ),
+        ),
+        witness="b1_h1x1_s65x40_d32x32_bfloat16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed0",
+        tensors=("dk",),
+    ),
+    Mutant(
+        "ds-rounded-to-bfloat16-for-dq",
+        KIND,
+        "dS enters the product with K with bfloat16's 8 bits, whatever the dtype.",
+        (
+            Change(
+                "backward.py",
+                "dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)",
+                "dS = rounded(P * (dP - delta[:, None]), tl.bfloat16, True).to(k.dtype)",
+            ),
+        ),
+        witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "dp-in-float16",
+        KIND,
+        "dP is rounded to float16 before delta is subtracted from it.",
+        (
+            Change(
+                "backward.py",
+                "P * (dP - delta[:, None])",
+                "P * (dP.to(tl.float16).to(tl.float32) - delta[:, None])",
+            ),
+        ),
+        witness="b1_h1x1_s17x17_d16x16_float32_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "scores-in-bfloat16-in-the-backward",
+        KIND,
+        "The scores that P is recomputed from for dk and dv are rounded to bfloat16.",
+        (
+            Change(
+                "backward.py",
+                "P = tl.exp2(S * exponent_scale - lse[None, :])",
+                "P = tl.exp2(rounded(S, tl.bfloat16, True) * exponent_scale - lse[None, :])",
+            ),
+        ),
+        witness="b1_h1x1_s17x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
+        tensors=("dk", "dv"),
+    ),
+    Mutant(
+        "delta-from-an-out-in-bfloat16",
+        KIND,
+        "delta is taken from an out that is rounded to bfloat16, while the one that is returned is not.",
+        (
+            Change(
+                "backward.py",
+                "out = operand(out, EMULATE_BF16).to(tl.float32)",
+                "out = rounded(operand(out, EMULATE_BF16).to(tl.float32), tl.bfloat16, True)",
+            ),
+        ),
+        witness="b1_h1x1_s17x17_d64x64_float16_full_scale=auto_mean_bhsd_grad=q_nodlse_seed0",
+        report="F8",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "delta-summed-in-float16",
+        KIND,
+        "The products that delta adds are rounded to float16.",
+        (
+            Change(
+                "backward.py",
+                "delta = tl.sum(out * dO, 1)",
+                "delta = tl.sum((out * dO).to(tl.float16).to(tl.float32), 1)",
+            ),
+        ),
+        witness="b1_h1x1_s17x17_d64x64_float32_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "exp2-without-log2-e",
+        KIND,
+        "The forward takes exp2 of an exponent that is meant for exp.",
+        (Change("forward.py", "exponent_scale = tl.abs(scale) * LOG2_E", "exponent_scale = tl.abs(scale)"),),
+        witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        report="J5",
+        tensors=("out", "lse"),
+    ),
+    Mutant(
+        "default-scale-of-three-decimals",
+        KIND,
+        "The default scale is rounded to three decimals: for D = 32 it is 0.13 % too large.",
+        (Change("checks.py", "float(head_dim**-0.5)", "round(head_dim**-0.5, 3)"),),
+        witness="b1_h1x1_s5x5_d32x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        tensors=("lse",),
+    ),
+    Mutant(
+        "float32-products-in-tf32",
+        KIND,
+        "Tensor cores multiply float32 inputs with a 10-bit mantissa, allowed or not.",
+        (Change("launch.py", '"tf32" if tf32 else "ieee"', '"tf32"'),),
+        witness="b1_h2x2_s128x128_d32x32_float32_causal_scale=auto_normal_bhsd_grad=qkv_dlse_seed0",
+        report="F4",
+        lane="gpu",
+        tensors=("out", "lse", "dq", "dk", "dv"),
+    ),
+    Mutant(
+        "one-product-with-the-default-precision",
+        KIND,
+        "The last product of dq does not say its precision, which is TF32 by default.",
+        (Change("backward.py", "tl.dot(dS, k, dq, input_precision=PRECISION)", "tl.dot(dS, k, dq)"),),
+        witness="b1_h2x2_s128x128_d32x32_float32_causal_scale=auto_normal_bhsd_grad=qkv_dlse_seed0",
+        report="F4",
+        lane="gpu",
+        tensors=("dq",),
+    ),
+    Mutant(
+        "ds-not-rounded-for-dq",
+        KIND,
+        "dS enters the product with K in float32: nearer to the truth, but not what the emulation computes.",
+        (
+            Change(
+                "backward.py",
+                "dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)\n"
+                "        dq = tl.dot(dS, k, dq,",
+                "dS = P * (dP - delta[:, None])\n        dq = tl.dot(dS, k.to(tl.float32), dq,",
+            ),
+        ),
+        witness="b1_h1x1_s33x33_d16x16_bfloat16_full_scale=auto_normal_bhsd_grad=qkv_nodlse_seed0",
+        tensors=("dq",),
+    ),
+)
