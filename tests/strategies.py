@@ -72,13 +72,18 @@ def lengths(tile: int) -> st.SearchStrategy[int]:
     )
 
 
+def crosses(claims: Claims, causal: bool) -> bool:
+    """Whether Sq and Sk may differ: not under a causal mask that is aligned otherwise than the cases are."""
+    return claims.cross_lengths and not (causal and claims.causal_alignment == "top-left")
+
+
 @st.composite
 def pairs(
     draw: st.DrawFn, claims: Claims, causal: bool, of_q: st.SearchStrategy[int], of_k: st.SearchStrategy[int]
 ) -> tuple[int, int]:
     """Sq and Sk of one sequence, within the claims."""
     len_q = draw(of_q)
-    len_k = draw(of_k) if claims.cross_lengths else len_q
+    len_k = draw(of_k) if crosses(claims, causal) else len_q
     if not claims.empty:
         len_q, len_k = max(len_q, 1), max(len_k, 1)
     if not claims.dead_rows:
@@ -88,7 +93,7 @@ def pairs(
 
 def about_tiles(claims: Claims, causal: bool, tile: tuple[int, int]) -> st.SearchStrategy[tuple[int, int]]:
     """Sq and Sk at the edges of tiles; of square problems at those of the larger side."""
-    tile_q, tile_k = tile if claims.cross_lengths else (max(tile), max(tile))
+    tile_q, tile_k = tile if crosses(claims, causal) else (max(tile), max(tile))
     return pairs(claims, causal, lengths(tile_q), lengths(tile_k))
 
 
@@ -158,6 +163,7 @@ def cases(
     layout = "bshd" if ragged else "bhsd"
     if claims.strided:
         layout = draw(st.sampled_from(list(LAYOUTS)), label="layout")
+    scales = [scale for scale in SCALES if scale is None or scale > 0 or not claims.positive_scale]
     grad, d_lse = "none", False
     if claims.backward:
         grad = draw(st.sampled_from(["qkv"] * 18 + list(GRADIENTS)), label="grad")
@@ -170,7 +176,7 @@ def cases(
         dim_v=dims[1],
         dtype=dtype,
         causal=causal,
-        scale=draw(st.sampled_from(SCALES), label="scale"),
+        scale=draw(st.sampled_from(scales), label="scale"),
         values=draw(st.sampled_from(list(REGIMES)), label="values"),
         layout=layout,
         grad=grad,

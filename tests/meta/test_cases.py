@@ -362,7 +362,8 @@ switches = st.fixed_dictionaries(
 def test_whatever_is_claimed_drawn_cases_lie_within(
     data: st.DataObject, switched: dict[str, bool], tile: tuple[int, int], shard: int
 ) -> None:
-    claims = replace(NARROW, **switched, largest_dim=64)  # type: ignore[arg-type]
+    aligned = data.draw(st.sampled_from(["bottom-right", "top-left"]))
+    claims = replace(NARROW, **switched, largest_dim=64, causal_alignment=aligned)  # type: ignore[arg-type]
     dtype, dims = shard_of(shard, claims, interpreted=False)
     case = data.draw(cases(claims, dtype, dims, tile, 9000))
     assert claims.refusal(case) == ""
