@@ -7,7 +7,7 @@ What each claims is what PyTorch documents, or checks before it chooses a backen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from reference import emulation
 from reference.budget import Rounding
 
 from .cases import DTYPES
-from .implementations import Claims, Implementation
+from .implementations import EVERY_DENSE_CASE, Claims, Implementation, native_path
 
 HALF = ("float16", "bfloat16")
 
@@ -86,32 +86,12 @@ REFUSED = "No available kernel"
 def load(name: str) -> Implementation:
     """The implementation of a name of `NAMES`."""
     if name == EMULATION:
-        claims = Claims(
-            dtypes=DTYPES,
-            devices=("cpu",),
-            equal_dims=False,
-            gqa=True,
-            cross_lengths=True,
-            dead_rows=True,
-            empty=True,
-            backward=True,
-            lse=True,
-            lse_grad=True,
-            strided=True,
-            deterministic=True,
-            deterministic_backward=True,
+        claims = replace(EVERY_DENSE_CASE, devices=("cpu",))
+        return Implementation(
+            name, _emulated, claims, native_path, lambda case, device: emulation.DEFAULT_TILES
         )
-        return Implementation(name, _emulated, claims, _path, lambda case, device: emulation.DEFAULT_TILES)
     backend = _BACKENDS[name]
-    return Implementation(name, _sdpa(backend.kind), backend.claims, _path)
-
-
-def _path(device: torch.device) -> str:
-    """What runs on a device, whatever Triton was told: none of this is Triton's."""
-    if device.type == "cpu":
-        return "cpu"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+    return Implementation(name, _sdpa(backend.kind), backend.claims, native_path)
 
 
 def _sdpa(kind: SDPBackend) -> Callable[..., Tensor]:

@@ -121,6 +121,22 @@ class Claims:
         return ", ".join(what for what, claimed in needs.items() if not claimed)
 
 
+EVERY_DENSE_CASE = Claims(
+    dtypes=DTYPES,
+    equal_dims=False,
+    gqa=True,
+    cross_lengths=True,
+    dead_rows=True,
+    empty=True,
+    backward=True,
+    lse=True,
+    lse_grad=True,
+    strided=True,
+    deterministic=True,
+    deterministic_backward=True,
+)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """An attention function of the native convention, that of `kernels.flash_attention`.
@@ -211,10 +227,14 @@ def _module(source: str, spec: str) -> Any:
 
 
 def _foreign_path(device: torch.device) -> str:
+    override = os.environ.get("TRITON_OVERRIDE_ARCH")  # reaches Triton kernels, whosever they are
+    return f"{override}-override" if override and device.type != "cpu" else native_path(device)
+
+
+def native_path(device: torch.device) -> str:
+    """What runs on a device, whatever Triton was told."""
     if device.type == "cpu":
         return "cpu"
-    if override := os.environ.get("TRITON_OVERRIDE_ARCH"):  # reaches Triton kernels, whosever they are
-        return f"{override}-override"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
 
@@ -238,23 +258,8 @@ def _own() -> Implementation:
             )
         })  # fmt: skip
 
-    everything = Claims(
-        dtypes=DTYPES,
-        largest_scale=LARGEST_SCALE,
-        equal_dims=False,
-        gqa=True,
-        cross_lengths=True,
-        dead_rows=True,
-        empty=True,
-        backward=True,
-        lse=True,
-        lse_grad=True,
-        strided=True,
-        ragged=True,
-        deterministic=True,
-        deterministic_backward=True,
-    )
-    return Implementation(OWN, flash_attention, everything, path, tiles, flash_attention_varlen)
+    claims = replace(EVERY_DENSE_CASE, largest_scale=LARGEST_SCALE, ragged=True)
+    return Implementation(OWN, flash_attention, claims, path, tiles, flash_attention_varlen)
 
 
 def environment(path: str) -> Mapping[str, str]:

@@ -82,7 +82,7 @@ class Score(msgspec.Struct):
         witness: properties that the witness broke, with the rule and its margin.
         tensors: that were red anywhere.
         wants_witness: whether it has one; machine-made mutants do not.
-    trouble: the end of what a process said that failed.
+        trouble: the end of what a process said that failed.
     """
 
     name: str

@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> None:
             write(Event(seen=Seen("laws", case.id, time.time() - arguments.started, broken)))
             return bool(broken)
 
-        def found_in_stream() -> bool:
+        def look_in_stream() -> None:
             first = [(parse_case(case), "recipe") for case in arguments.first]
             found, left = False, arguments.after
             suite = stream.cases(device)
@@ -180,10 +180,9 @@ def run(arguments: argparse.Namespace) -> None:
                 left -= found
                 if left < 0:  # for the matrix: which other properties see it
                     break
-            return found
 
         if arguments.seconds:
-            found_in_stream()
+            look_in_stream()
         if arguments.laws and arguments.seconds:
             any(lawful(parse_case(case)) for case in LAWFUL)
         for case in arguments.witness:
