@@ -7,6 +7,9 @@ interval of legal alternatives instead:
     delta is taken from the rounded output; P and dS may be rounded at different places;
     tensor cores truncate their sums.
 
+Where it acts in step and its size is not known, the squares of what it does to the sums are added instead:
+the error of delta, and that of the P of equal scores (`_rows_in_step`).
+
 What depends on the implementation, its output and where it rounds, comes after all that does not:
 `given_score_gradients`, `dq` and `dk` after `score_gradients`, `exact_dq` and `exact_dk`.
 """
@@ -33,6 +36,9 @@ from .budget import (
     sum_sigma,
     truncation,
 )
+
+SAME = 1e-12
+"""Relative difference of float64 numbers that are equal but for the order of their sums."""
 
 
 class Block(SimpleNamespace):
@@ -118,6 +124,8 @@ class ErrorModel:
         t.rel_sigma = t.S_sigma + 2 * C_EXP + A * distance
         t.rel_bound = np.expm1(np.minimum(t.S_bound + 4 * C_EXP + 2 * A * distance, 40.0))
         r.powerless = ((t.S_bound > 1) & t.visible).any(-1) | t.tainted
+        least = np.where(t.visible, t.S, np.inf).min(-1, initial=np.inf)
+        r.equal_scores = r.live & (r.m - least <= SAME * (1 + np.abs(r.m)))
 
     def _operand_rounding(self) -> tuple[float, float]:
         """u and eta of P and dS on their way into a product; float32 is not rounded there."""
@@ -207,7 +215,10 @@ class ErrorModel:
         r, Dv = t.row, t.v.shape[2]
         r.delta_terms = (np.abs(t.d_out) * np.abs(r.out)).sum(-1)
         rounding = A * (np.abs(r.delta) + np.abs(t.d_lse))
-        r.delta_sigma = sum_sigma(Dv) * r.delta_terms + rounding
+        # taken from out, delta has the errors of P if that is given; taken from P and dP, here
+        apart = np.where(t.visible, t.dP - r.delta[..., None], 0.0)
+        from_p = np.sqrt(((t.P * t.rel_sigma * apart) ** 2).sum(-1))
+        r.delta_sigma = sum_sigma(Dv) * r.delta_terms + rounding + from_p
         from_out = (np.abs(t.d_out) * r.out_bound).sum(-1)
         r.delta_bound = sum_bound(Dv) * r.delta_terms + from_out + rounding
 
@@ -233,6 +244,24 @@ class ErrorModel:
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
         t.exact_alternatives = self._dS_alternatives(t.dS)
+        t.in_step = self._rows_in_step(t)
+
+    def _rows_in_step(self, t: Block) -> list[tuple[int, NDArray[np.intp]]]:
+        """Rows whose P is one and the same number, with one and the same error: (head, rows).
+
+        The scores of such a row are equal, and its lse is that of the others. Only in float32: in 16 bit
+        what P is off by vanishes in its own rounding, which `alternatives` know.
+        """
+        r = t.row
+        if self.dtype is not FLOAT32 or not r.equal_scores.any():
+            return []
+        found = []
+        for n in range(len(r.equal_scores)):
+            rows = np.flatnonzero(r.equal_scores[n])
+            alike = np.round(r.lse[n, rows] / SAME).astype(np.int64)
+            _, group = np.unique(alike, return_inverse=True)
+            found += [(n, rows[group == g]) for g in range(group.max(initial=-1) + 1)]
+        return found
 
     def given_score_gradients(self, t: Block) -> None:
         """Errors of dS, and its legal roundings under each hypothesis of delta."""
@@ -287,6 +316,8 @@ class ErrorModel:
         terms = t.size @ x.K
         summed = (sum_sigma(n) * terms) ** 2
         from_lse = (r.lse_sigma[..., None] * dq) ** 2
+        for head, rows in t.in_step:
+            from_lse[head, rows] += (t.p_sigma[head, rows].max(-1, keepdims=True) * dq[head, rows]) ** 2
         last = d.half_step(dq) ** 2 / 3
         variance = scale**2 * (t.dS_variance @ x.K2 + x.common + summed) + from_lse + last
         b0 = abs(scale) * (t.dS_bound @ x.K + sum_bound(n) * ((t.size + t.dS_bound) @ x.K))
@@ -332,6 +363,8 @@ class ErrorModel:
         terms = _T(t.size) @ x.Q
         per_row = _T(t.dS_variance + x.common)
         summed = (sum_sigma(n) * terms) ** 2
+        for head, rows in t.in_step:
+            summed[head] += (_T((t.p_sigma * t.dS)[head, rows]) @ t.q[head, rows]) ** 2
         last = d.half_step(dk) ** 2 / 3
         variance = scale**2 * (per_row @ x.Q2 + summed) + last
         b0 = abs(scale) * (
@@ -361,6 +394,8 @@ class ErrorModel:
         terms = _T(t.P) @ dO
         per_row = _T(t.hP**2 / 3 + (t.P * t.p_sigma + FLUSHED) ** 2)
         summed = (sum_sigma(n) * terms) ** 2
+        for head, rows in t.in_step:
+            summed[head] += (_T((t.p_sigma * t.P)[head, rows]) @ t.d_out[head, rows]) ** 2
         last = d.half_step(dv) ** 2 / 3
         variance = per_row @ dO2 + summed + last
         error = t.hP + t.P * t.p_bound + FLUSHED

@@ -305,7 +305,7 @@ class Problem:
     # ------------------------------------------------------------------ the formulas
 
     def _block(self, g: SimpleNamespace, rows: slice, columns: slice, model: ErrorModel) -> Block:
-        """The inputs of a rectangle, which keys are visible in it, and S."""
+        """The inputs of a rectangle, which keys are visible in it, S and dP."""
         t = Block(q=g.q[:, rows], k=g.k[:, columns], v=g.v[:, columns], row=SimpleNamespace())
         t.n_keys, t.n_rows = g.k.shape[1], g.q.shape[1]
         key = np.arange(t.n_keys)[columns]
@@ -313,6 +313,7 @@ class Problem:
         t.S = self.scale * (t.q @ _T(t.k))
         if g.d_out is not None:
             t.d_out, t.d_lse = g.d_out[:, rows], g.d_lse[:, rows]
+            t.dP = t.d_out @ _T(t.v)
         t.tainted, t.tainted_lse = g.tainted[:, None], g.tainted_lse[:, None]
         t.sees_nan = g.nan_query[:, rows] & (self.last_key[rows] >= 0)
         t.sees_nan = t.sees_nan | np.any(g.bad_key[:, None, columns] & t.visible, axis=-1)
@@ -360,7 +361,6 @@ class Problem:
 
     def _score_gradients(self, t: Block, model: ErrorModel) -> None:
         """dS of a rectangle."""
-        t.dP = t.d_out @ _T(t.v)
         t.pull = t.dP - (t.row.delta - t.d_lse)[..., None]
         t.dS = t.P * t.pull
         model.score_gradients(t)

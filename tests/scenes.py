@@ -33,7 +33,7 @@ class Scene:
         self.tensors = {name: t for name, t in vars(make_inputs(case)).items() if t is not None}
         self.dtype = self.tensors["q"].dtype
         self.options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
-        self.sdpa = _arrays(sdpa.attention(**self.tensors, **self.options)._asdict())
+        self.sdpa = arrays_of(sdpa.attention(**self.tensors, **self.options)._asdict())
 
     def emulated(self, **changes: Any) -> Result:
         return emulation.attention(**{**self.tensors, **self.options, "tiles": TILES, **changes})
@@ -41,17 +41,17 @@ class Scene:
     def stored(self, registers: Result) -> dict[str, Array]:
         """What a kernel writes: all but the lse in the dtype of the inputs."""
         tensors = registers._asdict()
-        return _arrays({name: t if name == "lse" else t.to(self.dtype) for name, t in tensors.items()})
+        return arrays_of({name: t if name == "lse" else t.to(self.dtype) for name, t in tensors.items()})
 
     def judged(self, results: dict[str, Array]) -> list[Verdict]:
-        arrays: dict[str, Any] = _arrays(self.tensors)
+        arrays: dict[str, Any] = arrays_of(self.tensors)
         given = results["out"]
         exact = oracle.attention(**arrays, **self.options, dtype=self.case.dtype, out_given=given)
         emulated = self.emulated(out_given=torch.from_numpy(given).to(self.dtype))
-        return judge(self.case, results, exact, self.sdpa, _arrays(emulated._asdict()))[0]
+        return judge(self.case, results, exact, self.sdpa, arrays_of(emulated._asdict()))[0]
 
 
-def _arrays(tensors: dict[str, Tensor]) -> dict[str, Array]:
+def arrays_of(tensors: dict[str, Tensor]) -> dict[str, Array]:
     return {name: t.double().numpy() for name, t in tensors.items()}
 
 

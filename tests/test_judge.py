@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from reference import emulation, oracle, sdpa
 from reference.budget import DTYPES
 from reference.error_model import Estimate
 from reference.oracle import Result
@@ -22,7 +24,7 @@ from reports.records import TensorSummary, Verdict
 from . import judge as judge_module
 from .cases import REGIMES, Case, parse_case
 from .judge import judge
-from .scenes import TENSORS, Array, Scene, broken_rules, rule, scene, told
+from .scenes import TENSORS, Array, Scene, arrays_of, broken_rules, rule, scene, told
 
 Place = tuple[int, ...]
 
@@ -71,6 +73,33 @@ def test_a_correct_kernel_holds_where_it_once_did_not(case: str) -> None:
     x = Scene(parse_case(case))
     verdicts = x.judged(x.stored(x.emulated()))
     assert not broken_rules(verdicts), told(verdicts)
+
+
+def test_the_error_of_equal_scores_is_one_error() -> None:
+    """P of equal scores is one number; 150 rows that it is off by the same, in float32, are no 150 errors."""
+    x = Scene(Case(len_q=150, len_k=65, scale=0.0, values="mean", dtype="float32"))
+    stored = x.stored(x.emulated())
+    exact = oracle.attention(**arrays_of(x.tensors), scale=0.0, dtype="float32").dv
+    ulp = 2.0**-23
+    assert (exact.sigma >= 4 * ulp * np.abs(exact.value)).all()
+    for off, seen in ((14 * ulp, False), (200 * ulp, True)):
+        verdicts = x.judged(stored | {"dv": np.float32(stored["dv"] * (1 + off)).astype(float)})
+        assert ("oracle: largest z" in broken_rules(verdicts)) is seen, told(verdicts)
+        assert seen or not broken_rules(verdicts), told(verdicts)
+
+
+def test_a_delta_summed_from_p_and_dp_has_the_errors_of_p() -> None:
+    """As autograd has it. Where two keys share a row and their dP are far apart, little else counts."""
+    x = Scene(
+        parse_case(
+            "b1_h2x2_s127x166_d256x256_float16_full_scale=auto_loud_packed_grad=qkv_nodlse_seed2318873626"
+        )
+    )
+    found = sdpa.attention(**x.tensors, **x.options, dtype=torch.float32)
+    verdicts = x.judged(x.stored(emulation.Result(**found._asdict())))
+    assert broken_rules(verdicts) <= {"emulation: rms z"}, told(verdicts)  # which rounds P and dS
+    (of_dk,) = (v for v in verdicts if v.tensor == "dk" and rule(v) == "oracle: largest z")
+    assert of_dk.statistic is not None and of_dk.statistic < 3  # 3.7 without, more on a GPU
 
 
 # ---------------------------------------------------------------- each rule, on a made-up budget

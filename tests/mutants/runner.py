@@ -26,8 +26,8 @@ on a GPU kernels are compiled."""
 TEST_SECONDS = 400
 """That a test which is a witness, or the sanitizer, may take."""
 
-EQUIVALENT_SECONDS = 20
-"""Of cases, where nothing should be found."""
+QUIET_SECONDS = 20
+"""Of cases, where they should find nothing: the mutant is equivalent, or a test is what sees it."""
 
 SANITIZER_FOUND = 9
 OUTCOMES = (
@@ -156,8 +156,8 @@ def look_for(mutant: Mutant, options: Options) -> Score:
             return score
         started = time.time()
         witness = [] if mutant.witnessed_by_test or not mutant.witness else [mutant.witness]
-        if mutant.equivalent:
-            options = replace(options, seconds=min(options.seconds, EQUIVALENT_SECONDS))
+        if mutant.equivalent or mutant.witnessed_by_test:
+            options = replace(options, seconds=min(options.seconds, QUIET_SECONDS))
         if options.seconds or witness:
             _watch(_command(folder, started, options, mutant.name, witness), folder, score, started)
         if mutant.witnessed_by_test and not (options.quick and score.found):
