@@ -63,12 +63,28 @@ class Dtype:
         y = np.rint(x / step) * step
         return np.where(np.abs(y) > self.largest, np.copysign(np.inf, x), y)
 
+    def rounded_away(self, x: Array) -> Array:
+        """x rounded to nearest, ties away from zero; what is too large stays."""
+        step = 2 * self.half_step(x)
+        y = np.copysign(np.floor(np.abs(x) / step + 0.5) * step, x)
+        return np.where(np.abs(y) > self.largest, x, y)
+
+    def truncated(self, x: Array) -> Array:
+        """x cut off towards zero; what is too large stays."""
+        step = 2 * self.half_step(x)
+        return np.where(np.abs(x) > self.largest, x, np.trunc(x / step) * step)
+
 
 FLOAT16 = Dtype("float16", 2.0**-11, 2.0**-25, 65504.0, 65520.0)
 BFLOAT16 = Dtype("bfloat16", 2.0**-8, 2.0**-134, 2.0**128 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-9))
 FLOAT32 = Dtype("float32", A, FLUSHED, 2.0**128 * (1 - 2.0**-24), 2.0**128 * (1 - 2.0**-25))
 
 DTYPES = {dtype.name: dtype for dtype in (FLOAT16, BFLOAT16, FLOAT32)}
+
+TF32 = Dtype("tf32", 2.0**-11, 2.0**-137, 2.0**128 * (1 - 2.0**-11), 2.0**128 * (1 - 2.0**-12))
+"""What a tensor core takes of a float32 operand: float32's exponents, float16's digits."""
+
+PRODUCTS = ("ieee", "tf32")
 
 
 @dataclass(frozen=True)
@@ -78,10 +94,23 @@ class Rounding:
     Attributes:
         p_rounded_before_ds: dS is formed from P already rounded to the dtype of the inputs.
         l_from_rounded_p: the row sum l is taken of the rounded P.
+        heads_rounded_before_group_sum: dk and dv of each query head are rounded to the dtype of the inputs
+            before they are added up over the group.
+        products: of float32 inputs: "ieee", or "tf32": each operand of a product is rounded to TF32, either
+            way at ties, or cut off to it.
+
+    Raises:
+        ValueError: if `products` is neither.
     """
 
     p_rounded_before_ds: bool = False
     l_from_rounded_p: bool = False
+    heads_rounded_before_group_sum: bool = False
+    products: str = "ieee"
+
+    def __post_init__(self) -> None:
+        if self.products not in PRODUCTS:
+            raise ValueError(f"products is {self.products!r}; it may be {' or '.join(PRODUCTS)}")
 
 
 def sum_sigma(n: int) -> float:

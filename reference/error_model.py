@@ -27,6 +27,7 @@ from .budget import (
     C_EXP,
     FLOAT32,
     FLUSHED,
+    TF32,
     A,
     Array,
     Dtype,
@@ -101,6 +102,9 @@ class ErrorModel:
 
     def __init__(self, dtype: Dtype, rounding: Rounding, scale: float) -> None:
         self.dtype, self.rounding, self.scale = dtype, rounding, scale
+        # what P and dS are rounded to on their way into a product; None: not at all
+        self.operand = dtype if dtype is not FLOAT32 else TF32 if rounding.products == "tf32" else None
+        self.cut_off = 2 if self.operand is TF32 else 1  # half steps that a cut-off operand may lose
 
     # ------------------------------------------------------------------ forward
 
@@ -119,7 +123,7 @@ class ErrorModel:
         e = t.P * r.l[..., None]
         u, eta = self._operand_rounding()
         t.h = np.where(t.visible, np.maximum(u * e, eta), 0.0) / r.l[..., None]
-        t.P_rounded = self._operand(e) / r.l[..., None]
+        t.P_operands = [place / r.l[..., None] for place in self._operands(e)]
         distance = np.where(t.visible, np.abs(t.S - r.m[..., None]), 0.0)
         t.rel_sigma = t.S_sigma + 2 * C_EXP + A * distance
         t.rel_bound = np.expm1(np.minimum(t.S_bound + 4 * C_EXP + 2 * A * distance, 40.0))
@@ -128,18 +132,24 @@ class ErrorModel:
         r.equal_scores = r.live & (r.m - least <= SAME * (1 + np.abs(r.m)))
 
     def _operand_rounding(self) -> tuple[float, float]:
-        """u and eta of P and dS on their way into a product; float32 is not rounded there."""
-        return (0.0, 0.0) if self.dtype is FLOAT32 else (self.dtype.u, self.dtype.eta)
-
-    def _operand(self, x: Array) -> Array:
-        return x if self.dtype is FLOAT32 else self.dtype.rounded(x)
+        """u and eta of P and dS on their way into a product."""
+        return (0.0, 0.0) if self.operand is None else (self.operand.u, self.operand.eta)
 
     def _operand_step(self, x: Array) -> Array:
-        return np.zeros_like(x) if self.dtype is FLOAT32 else self.dtype.half_step(x)
+        return np.zeros_like(x) if self.operand is None else self.operand.half_step(x)
+
+    def _operands(self, x: Array) -> list[Array]:
+        """x as it may enter a product, where that acts in step."""
+        if self.operand is None:
+            return []
+        places = [self.operand.rounded(x)]
+        if self.operand is TF32:
+            places.append(TF32.truncated(x))
+        return [np.where(np.isfinite(place), place, x) for place in places]
 
     def _beta(self, n: int) -> float:
         """Truncation of a sum of n products; IEEE float32 products do not go through tensor cores."""
-        return 0.0 if self.dtype is FLOAT32 else truncation(n)
+        return 0.0 if self.operand is None else truncation(n)
 
     def out(self, t: Block) -> SimpleNamespace:
         r, n, d = t.row, t.n_keys, self.dtype
@@ -155,10 +165,10 @@ class ErrorModel:
         summed = ((sum_sigma(n) + 4 * A) * terms) ** 2
         last = d.half_step(out) ** 2 / 3
         variance = np.maximum(from_p + from_scores, 0) + summed + last
-        weight = t.h + t.P * t.rel_bound + FLUSHED
+        weight = self.cut_off * t.h + t.P * t.rel_bound + FLUSHED
         b0 = weight @ V + weight.sum(-1)[..., None] * np.abs(out) + sum_bound(n) * terms
         flips = flip_variance(t.h, t.P * t.rel_sigma + FLUSHED)
-        alternatives = [out] if d is FLOAT32 else [out, t.P_rounded @ t.v]
+        alternatives = [out, *(P @ t.v for P in t.P_operands)]
         truncated = -self._beta(n) * out
         low, high = _hull(alternatives, truncated)
         r.out_bound = b0 + d.u * (np.abs(out) + b0) + d.eta
@@ -190,7 +200,7 @@ class ErrorModel:
         bound = (t.P * t.S_bound).sum(-1) + A * (2 * np.abs(lse) + 2 * np.abs(r.m) + 2 * mean + n + 12)
         if self.rounding.l_from_rounded_p:
             variance += (t.h**2).sum(-1) / 3
-            bound += t.h.sum(-1)
+            bound += self.cut_off * t.h.sum(-1)
         r.lse_sigma, r.lse_bound = np.sqrt(variance), bound
         truncated = np.where(r.live, -self._beta(t.q.shape[2]) * (t.P * t.S).sum(-1), 0.0)
         low, high = _hull([r.lse], truncated)
@@ -278,29 +288,26 @@ class ErrorModel:
         after = np.where(t.visible, after, 0.0)
         before_rounding = (t.p_sigma * t.size) ** 2 + t.pull_variance
         t.dS_variance = np.maximum(t.h_dS, after) ** 2 / 3 + before_rounding
-        t.dS_bound = t.h_dS + after + t.p_bound * t.size + t.flushed + t.pull_bound
+        t.dS_bound = self.cut_off * (t.h_dS + after) + t.p_bound * t.size + t.flushed + t.pull_bound
         if self.rounding.p_rounded_before_ds:
             t.dS_variance += (t.hP * t.pull) ** 2 / 3
-            t.dS_bound += t.hP * np.abs(t.pull)
+            t.dS_bound += self.cut_off * t.hP * np.abs(t.pull)
         t.dS_flips = flip_variance(t.h_dS, np.sqrt(before_rounding), t.dS_truncation)
         # fp16: beyond this a rounded dS is infinite
         reach = max(1.0, abs(scale)) * (t.size + t.dS_bound)
         t.overflows = reach >= self.dtype.overflow
         t.given_alternatives = [self._dS_alternatives(dS) for dS in given]
         t.p_first = [[], *([] for _ in given)]  # what rounding P before dS adds to each hypothesis
-        if self.rounding.p_rounded_before_ds and self.dtype is not FLOAT32:
-            P = self.dtype.rounded(t.P)
-            for added, dS, pull in zip(t.p_first, [t.dS, *given], [t.pull, *pulls], strict=True):
-                place = P * pull
-                added.append(np.where(np.isfinite(place), place, dS))
+        if self.rounding.p_rounded_before_ds:
+            for P in self._operands(t.P):
+                for added, pull in zip(t.p_first, [t.pull, *pulls], strict=True):
+                    added.append(P * pull)
 
     def _dS_alternatives(self, dS: Array) -> list[Array]:
-        if self.dtype is FLOAT32:
-            return [dS]
-        places = [dS, self.dtype.rounded(dS)]
+        places = [dS, *self._operands(dS)]
         if self.scale:
-            places.append(self.dtype.rounded(self.scale * dS) / self.scale)
-        return [np.where(np.isfinite(place), place, dS) for place in places]
+            places += [place / self.scale for place in self._operands(self.scale * dS)]
+        return places
 
     def exact_dq(self, t: Block) -> None:
         """What of dq's errors does not depend on the given output."""
@@ -353,7 +360,8 @@ class ErrorModel:
         """What of dk's errors does not depend on the given output."""
         x = t.of_dk = SimpleNamespace(Q=np.abs(t.q), Q2=t.q**2)
         x.common = (t.P * t.row.delta_sigma[..., None]) ** 2
-        x.truncated = self.scale * (_T(t.dS_truncation) @ t.q), -self._beta(t.n_rows) * t.dk
+        x.by_head = self._by_head(t, self.scale * t.dS, t.q)
+        x.truncated = self.scale * (_T(t.dS_truncation) @ t.q), -self._beta(t.n_rows) * t.dk, x.by_head.shift
         x.places = [self.scale * (_T(dS) @ t.q) for dS in t.exact_alternatives]
         x.magnitude = abs(self.scale) * (_T(t.dS_terms) @ x.Q)
 
@@ -365,11 +373,12 @@ class ErrorModel:
         summed = (sum_sigma(n) * terms) ** 2
         for head, rows in t.in_step:
             summed[head] += (_T((t.p_sigma * t.dS)[head, rows]) @ t.q[head, rows]) ** 2
-        last = d.half_step(dk) ** 2 / 3
+        last = d.half_step(dk) ** 2 / 3 + x.by_head.variance
         variance = scale**2 * (per_row @ x.Q2 + summed) + last
         b0 = abs(scale) * (
             _T(t.dS_bound) @ x.Q + sum_bound(n) * (_T(t.size + t.dS_bound) @ x.Q)
         ) + 2 * A * np.abs(dk)
+        b0 = x.by_head.bound(b0)
         sides = self._sides(t, x, lambda dS: scale * (_T(dS) @ t.q))
         return SimpleNamespace(
             value=dk,
@@ -396,13 +405,14 @@ class ErrorModel:
         summed = (sum_sigma(n) * terms) ** 2
         for head, rows in t.in_step:
             summed[head] += (_T((t.p_sigma * t.P)[head, rows]) @ t.d_out[head, rows]) ** 2
-        last = d.half_step(dv) ** 2 / 3
+        by_head = self._by_head(t, t.P, t.d_out)
+        last = d.half_step(dv) ** 2 / 3 + by_head.variance
         variance = per_row @ dO2 + summed + last
-        error = t.hP + t.P * t.p_bound + FLUSHED
-        b0 = _T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO)
-        alternatives = [dv] if d is FLOAT32 else [dv, _T(d.rounded(t.P)) @ t.d_out]
-        truncated = -self._beta(n) * dv
-        low, high = _hull(alternatives, truncated)
+        error = self.cut_off * t.hP + t.P * t.p_bound + FLUSHED
+        b0 = by_head.bound(_T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO))
+        alternatives = [dv, *(_T(P) @ t.d_out for P in self._operands(t.P))]
+        truncated = -self._beta(n) * dv, by_head.shift
+        low, high = _hull(alternatives, *truncated)
         flips = flip_variance(t.hP, t.P * t.p_sigma + FLUSHED)
         return SimpleNamespace(
             value=dv,
@@ -411,16 +421,44 @@ class ErrorModel:
             low=low[None],
             high=high[None],
             sigma_emulation=np.sqrt(_T(flips) @ dO2 + 2 * summed + last),
-            **_drift(truncated),
+            **_drift(*truncated),
             magnitude=terms,
             concentration=_concentration(per_row, t.d_out, variance),
             powerless=self._powerless_keys(t, np.zeros(t.P.shape, bool)),
             nonfinite=np.zeros(t.k.shape[:2], bool),
         )
 
+    def _by_head(self, t: Block, weights: Array, rows: Array) -> _ByHead:
+        """What rounding the sums of single query heads adds to their sum (N, C, D), if that is done."""
+        N, R, C = weights.shape
+        if not self.rounding.heads_rounded_before_group_sum or t.group == 1 or R == 0:
+            return _ByHead(self.dtype, np.zeros((N, 0, C, rows.shape[2])))
+        shape = (N, t.group, R // t.group, -1)
+        return _ByHead(self.dtype, _T(weights.reshape(shape)) @ rows.reshape(shape))
+
     def _powerless_keys(self, t: Block, overflows: NDArray[np.bool_]) -> NDArray:
         """Keys to which a row without power adds."""
         return ((t.row.powerless[..., None] & t.visible) | overflows).any(1) | t.tainted
+
+
+class _ByHead:
+    """The sums of single query heads (N, G, C, D), each rounded before they are added up; G = 0: not so.
+
+    Attributes:
+        shift: (N, C, D) by how much this moves the sum, if all that is rounded is exact.
+        variance: (N, C, D) of the errors.
+    """
+
+    def __init__(self, dtype: Dtype, sums: Array) -> None:
+        self.dtype, self.sums = dtype, sums
+        rounded = dtype.rounded(sums)
+        self.shift = (np.where(np.isfinite(rounded), rounded, sums) - sums).sum(1)
+        self.variance = (dtype.half_step(sums) ** 2 / 3).sum(1)
+
+    def bound(self, before: Array) -> Array:
+        """Hard bound of the sum's error from that of the unrounded sum; each head's is at most that."""
+        errors = self.dtype.u * (np.abs(self.sums) + before[:, None]) + self.dtype.eta
+        return before + errors.sum(1)
 
 
 def _T(x: Array) -> Array:

@@ -19,6 +19,7 @@ once by columns (dk, dv).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +27,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .budget import DTYPES, Array, Dtype, Rounding
+from .budget import DTYPES, TF32, Array, Dtype, Rounding
 from .error_model import Block, ErrorModel, Estimate
 
 BLOCK = 2**19
 """Most elements of one rectangle of S; some thirty arrays of that size live at once."""
 
 ALIGNMENTS = ("bottom-right", "top-left")
+
+OPERANDS: dict[str, Callable[[Array], Array]] = {
+    "as they are": lambda x: x,
+    "rounded": TF32.rounded,
+    "rounded, ties away": TF32.rounded_away,
+    "cut off": TF32.truncated,
+}
 
 
 @dataclass
@@ -112,8 +120,9 @@ class Problem:
     last_key: NDArray[np.int64]  # (M,) the last key that a row may see; -1: none
     dtype: Dtype
     heads: tuple[int, int, int]  # B, Hq, Hkv
+    d_out_of_delta: Array | None  # (N, M, Dv) the same, not made an operand of a product
     tainted: NDArray[np.bool_] = field(init=False)  # (N,): a non-finite value in q, k, v
-    kept: dict[bool, Block] = field(init=False, default_factory=dict)  # by what the forward hangs on
+    kept: dict[Any, Block] = field(init=False, default_factory=dict)  # by what it hangs on
 
     @classmethod
     def of(
@@ -128,8 +137,17 @@ class Problem:
         scale: float | None = None,
         dtype: str = "float32",
         alignment: str = "bottom-right",
+        operands: str = "as they are",
     ) -> Problem:
-        """Arguments and errors are those of `attention`."""
+        """Arguments and errors are those of `attention`.
+
+        Args:
+            operands: what enters a product of q, k, v, d_out: they "as they are"; or TF32, to which they are
+                "rounded", "rounded, ties away" or "cut off". delta, no product of a tensor core, is taken
+                from d_out as it is.
+        """
+        if operands not in OPERANDS:
+            raise ValueError(f"operands is {operands!r}; it may be one of {', '.join(OPERANDS)}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}; it may be one of {', '.join(DTYPES)}")
         if alignment not in ALIGNMENTS:
@@ -165,6 +183,9 @@ class Problem:
         if gradient:
             d_out = np.zeros((B, Hq, Sq, Dv)) if d_out is None else d_out
             d_lse = np.zeros((B, Hq, Sq)) if d_lse is None else d_lse
+        entering = OPERANDS[operands]
+        q, k, v = entering(q), entering(k), entering(v)
+        operand = None if d_out is None else entering(np.asarray(d_out, np.float64))
         position = np.arange(M) % max(Sq, 1)
         shift = Sk - Sq if alignment == "bottom-right" else 0
         last_key = np.minimum(position + shift, Sk - 1) if causal else np.full(M, Sk - 1)
@@ -172,7 +193,8 @@ class Problem:
             q=q.reshape(N, M, D),
             k=k.reshape(N, Sk, D),
             v=v.reshape(N, Sk, Dv),
-            d_out=stacked(d_out, M),
+            d_out=stacked(operand, M),
+            d_out_of_delta=stacked(d_out, M),
             d_lse=stacked(d_lse, M),
             scale=scale,
             last_key=np.maximum(last_key, -1),
@@ -180,9 +202,12 @@ class Problem:
             heads=(B, Hq, Hkv),
         )
         x._set_aside_nonfinite_values()
-        if x.d_out is not None and x.d_lse is not None:  # a dead row adds nothing, whatever they hold there
+        if (
+            x.d_out is not None and x.d_lse is not None and x.d_out_of_delta is not None
+        ):  # a dead row adds nothing, whatever they hold there
             live = x.last_key >= 0
             x.d_out = np.where(live[:, None], x.d_out, 0.0)
+            x.d_out_of_delta = np.where(live[:, None], x.d_out_of_delta, 0.0)
             x.d_lse = np.where(live, x.d_lse, 0.0)
         return x
 
@@ -239,7 +264,7 @@ class Problem:
         g = SimpleNamespace(
             **{
                 name: None if getattr(self, name) is None else getattr(self, name)[heads]
-                for name in ("q", "k", "v", "d_out", "d_lse", "nan_query", "bad_key",
+                for name in ("q", "k", "v", "d_out", "d_out_of_delta", "d_lse", "nan_query", "bad_key",
                              "bad_value", "tainted", "tainted_lse")
             }
         )  # fmt: skip
@@ -282,7 +307,8 @@ class Problem:
 
     def _solve_whole(self, g: SimpleNamespace, given: Array | None, model: ErrorModel) -> dict[str, Any]:
         """Heads whose scores are one rectangle."""
-        key = model.rounding.l_from_rounded_p
+        where = model.rounding
+        key = where.l_from_rounded_p, where.heads_rounded_before_group_sum, where.products
         block = self.kept.get(key)
         if block is None:
             block = self._block(g, slice(None), slice(None), model)
@@ -308,11 +334,13 @@ class Problem:
         """The inputs of a rectangle, which keys are visible in it, S and dP."""
         t = Block(q=g.q[:, rows], k=g.k[:, columns], v=g.v[:, columns], row=SimpleNamespace())
         t.n_keys, t.n_rows = g.k.shape[1], g.q.shape[1]
+        t.group = self.heads[1] // self.heads[2]
         key = np.arange(t.n_keys)[columns]
         t.visible = key[None, :] <= self.last_key[rows, None]  # (R, C)
         t.S = self.scale * (t.q @ _T(t.k))
         if g.d_out is not None:
             t.d_out, t.d_lse = g.d_out[:, rows], g.d_lse[:, rows]
+            t.d_out_of_delta = g.d_out_of_delta[:, rows]
             t.dP = t.d_out @ _T(t.v)
         t.tainted, t.tainted_lse = g.tainted[:, None], g.tainted_lse[:, None]
         t.sees_nan = g.nan_query[:, rows] & (self.last_key[rows] >= 0)
@@ -349,7 +377,7 @@ class Problem:
         """delta of whole rows once more, from the given output (N, R, Dv)."""
         if out is not None:
             finite = np.where(np.isfinite(out), out, 0.0)
-            t.row.deltas = [t.row.delta, (t.d_out * finite).sum(-1)]
+            t.row.deltas = [t.row.delta, (t.d_out_of_delta * finite).sum(-1)]
 
     def _probabilities(self, t: Block) -> None:
         """P of a rectangle from the statistics of its rows.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference.budget import C_EXP, FLUSHED, A, Rounding
+from reference.budget import C_EXP, FLUSHED, TF32, A, Rounding
 from reference.budget import DTYPES as BUDGETS
 
 INF = math.inf
@@ -134,6 +134,10 @@ class _Call:
         budget = BUDGETS.get(str(p.q.dtype).removeprefix("torch."), BUDGETS["float32"])
         self.u, self.eta, self.overflow = budget.u, budget.eta, budget.overflow
         self.u_operand, self.eta_operand = (0.0, 0.0) if budget.name == "float32" else (self.u, self.eta)
+        self.u_product = 0.0  # what an operand of float32 may lose on its way into a product
+        if rounding.products == "tf32" and p.q.dtype == torch.float32:
+            self.u_operand = self.u_product = 2 * TF32.u  # cut off
+            self.eta_operand = 2 * TF32.eta
         self.K, self.V = (x.to(self.computed).unsqueeze(2) for x in (p.k, p.v))
         self.scale = abs(p.factor)
         self.deepest = 0.0
@@ -178,7 +182,7 @@ class _Call:
             i = torch.arange(i0, i1, device=Q.device)[:, None]
             visible = torch.arange(keys, device=Q.device) <= i + p.Sk - p.Sq
         S = p.factor * (Q @ K.mT)
-        bS = A * (D + 2) * self.scale * (Q.abs() @ K.abs().mT) + 4 * A * S.abs()
+        bS = (A * (D + 2) + 2 * self.u_product) * self.scale * (Q.abs() @ K.abs().mT) + 4 * A * S.abs()
         hidden = S.masked_fill(~visible, -INF)
         m, lse = hidden.amax(-1, keepdim=True), hidden.logsumexp(-1, keepdim=True)
         del hidden
@@ -194,7 +198,8 @@ class _Call:
         # out: P rounded, its score and exponential, then the sum, then the store
         weight = P * (self.u_operand + rel) + (least + FLUSHED) * visible
         A_out, out = P @ V.abs(), P @ V
-        b = weight @ V.abs() + weight.sum(-1, keepdim=True) * out.abs() + A * (n + 12) * A_out
+        b = weight @ V.abs() + weight.sum(-1, keepdim=True) * out.abs()
+        b = b + (A * (n + 12) + self.u_product) * A_out
         B_out = b + self.u * (out.abs() + b) + self.eta
         self._store("out", i0, i1, A_out, B_out.masked_fill(blind, INF), magnitude, bound)
 
@@ -231,7 +236,7 @@ class _Call:
             rounded
             + of_p * size
             + FLUSHED * (dP + row) * visible
-            + P * (1 + of_p) * (A * (Dv + 12) * dP + of_row + 2 * A * pull)
+            + P * (1 + of_p) * ((A * (Dv + 12) + 2 * self.u_product) * dP + of_row + 2 * A * pull)
         )
         overflows = max(1.0, self.scale) * (size + of_dS) >= self.overflow
         if self.exact:
@@ -239,7 +244,8 @@ class _Call:
         del rounded, pull, dP
 
         A_dq = self.scale * (M @ K.abs())
-        b = self.scale * ((of_dS + A * (n + 12) * (size + of_dS)) @ K.abs()) + 2 * A * A_dq
+        summed = A * (n + 12) + self.u_product
+        b = self.scale * ((of_dS + summed * (size + of_dS)) @ K.abs()) + 2 * A * A_dq
         B_dq = b + self.u * (self.scale * (dS @ K).abs() + b) + self.eta
         nothing = blind | overflows.any(-1, keepdim=True)
         self._store("dq", i0, i1, A_dq, B_dq.masked_fill(nothing, INF), magnitude, bound)
@@ -249,16 +255,23 @@ class _Call:
         self.value["dk"][..., :keys, :] += self.scale * (dS.mT @ Q).sum(2)
         self.value["dv"][..., :keys, :] += (P.mT @ dO).sum(2)
         Q, dO = Q.abs(), dO.abs()
-        A_dk = self.scale * (M.mT @ Q)
-        b = self.scale * ((of_dS + A * (n_rows + 12) * (size + of_dS)).mT @ Q) + 2 * A * A_dk
-        b = b.masked_fill((blind_keys | overflows.any(-2))[..., None], INF)
+        A_dk, A_dv = self.scale * (M.mT @ Q), P.mT @ dO
+        summed = A * (n_rows + 12) + self.u_product
+        b = self.scale * ((of_dS + summed * (size + of_dS)).mT @ Q) + 2 * A * A_dk
+        b = self._by_head(b, A_dk).masked_fill((blind_keys | overflows.any(-2))[..., None], INF)
         magnitude["dk"][..., :keys, :] += A_dk.sum(2)
         bound["dk"][..., :keys, :] += b.sum(2)
         of_p = P * (self.u_operand + of_p) + (self.eta_operand + FLUSHED) * visible
-        b = (of_p + A * (n_rows + 12) * (P + of_p)).mT @ dO
-        b = b.masked_fill(blind_keys[..., None], INF)
-        magnitude["dv"][..., :keys, :] += (P.mT @ dO).sum(2)
+        b = (of_p + summed * (P + of_p)).mT @ dO
+        b = self._by_head(b, A_dv).masked_fill(blind_keys[..., None], INF)
+        magnitude["dv"][..., :keys, :] += A_dv.sum(2)
         bound["dv"][..., :keys, :] += b.sum(2)
+
+    def _by_head(self, b: Tensor, largest: Tensor) -> Tensor:
+        """The bound of what a query head adds to a group's sum, of that magnitude at most."""
+        if not self.rounding.heads_rounded_before_group_sum:
+            return b
+        return b + self.u * (largest + b) + self.eta
 
     def _given(self, x: Tensor, i0: int, i1: int) -> Tensor:
         return self.p.per_group(x[:, :, i0:i1].to(self.computed))

@@ -79,7 +79,9 @@ def test_the_error_of_equal_scores_is_one_error() -> None:
     """P of equal scores is one number; 150 rows that it is off by the same, in float32, are no 150 errors."""
     x = Scene(Case(len_q=150, len_k=65, scale=0.0, values="mean", dtype="float32"))
     stored = x.stored(x.emulated())
-    exact = oracle.attention(**arrays_of(x.tensors), scale=0.0, dtype="float32").dv
+    arrays: dict[str, Any] = arrays_of(x.tensors)
+    exact = oracle.attention(**arrays, scale=0.0, dtype="float32").dv
+    assert exact is not None
     ulp = 2.0**-23
     assert (exact.sigma >= 4 * ulp * np.abs(exact.value)).all()
     for off, seen in ((14 * ulp, False), (200 * ulp, True)):
