@@ -25,7 +25,8 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         tensor: "out", "lse", "dq", "dk" or "dv"; of rules of the contract also an input ("q",
             "cu_seqlens_k", ...), or "memory" for all that was allocated.
-        reference: "oracle", "sdpa", "emulation", or "contract" (shapes, dtypes, inputs unchanged).
+        reference: "oracle", "sdpa", "emulation", "contract" (shapes, dtypes, inputs unchanged; that it
+            neither raises nor crashes nor hangs), or "law".
         rule: what was required.
         statistic, limit: the verdict holds if statistic <= limit; both None where there is no number.
         held: whether it does.
@@ -81,15 +82,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         version: of this format.
         case: its id (tests.cases).
         words: the case for a reader.
-        origin: which list the case is from: "generated", "edge", "corpus", "replay", ...
+        origin: which list the case is from: "generated", "edge", "corpus", "replay", ...; "law" of a record
+            that is about a law, which is no comparison: such are red ones, and those that a known failure
+            names.
         implementation: its name.
         path: "interpreter", "sm80", "sm90", ...; with "-override" if TRITON_OVERRIDE_ARCH chose it,
             "cpu" or the device's architecture for an implementation that is not Triton.
-        status: "held"; "broken"; "no power" (nothing could be judged: not executed); "not claimed".
-        reason: why, if not held.
+        status: "held"; "broken"; "known failure" (all that is broken is known, by --known-failures);
+            "no power" (nothing could be judged: not executed); "not claimed".
+        reason: why, if not held; of a known failure the reason that the file gives.
         dtype, backward: of the case, for summaries.
         verdicts: every rule that was applied.
         tensors: by name.
+        diagnosis: of a broken one, what its results look like (tests.diagnosis).
         seconds: by stage.
         replay: the command that repeats it.
     """
@@ -106,6 +111,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool
     verdicts: list[Verdict] = []
     tensors: dict[str, TensorSummary] = {}
+    diagnosis: list[str] = []
     seconds: dict[str, float] = {}
     replay: str = ""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.table import Table
 from . import records
 from .folder import Folder
 from .records import Record
+
+if TYPE_CHECKING:
+    from tests.known_failures import KnownFailures
 
 RECORDS, SUMMARY, RED_CASES = "records.jsonl", "summary.md", "red-cases.txt"
 """What a run leaves in its folder."""
@@ -26,7 +29,10 @@ PART = "attention_records"
 WORST = 10
 """Red comparisons that are listed."""
 
-EXECUTED = ("held", "broken")
+EXECUTED = ("held", "broken", "known failure")
+LAW = "law"
+"""The origin of records that are no comparisons."""
+
 NOTHING = "nothing was executed"
 
 
@@ -37,25 +43,37 @@ class Summary:
         config: pytest's.
         folder: where the workers write their records.
         narrowed: ids of cases that were asked for, and of what is run in their place.
+        known: failures that are expected.
     """
 
-    def __init__(self, config: pytest.Config, folder: Folder, narrowed: Mapping[str, str]) -> None:
-        self.config, self.folder, self.narrowed = config, folder, narrowed
+    def __init__(
+        self,
+        config: pytest.Config,
+        folder: Folder,
+        narrowed: Mapping[str, str],
+        known: KnownFailures | None = None,
+    ) -> None:
+        self.config, self.folder, self.narrowed, self.known = config, folder, narrowed, known
         self.found: list[Record] = []
         self.unreadable: list[str] = []
+        self.unexpected: Sequence[str] = ()
+        self.unmet: Sequence[str] = ()
+        self.accepted = ""
         self.reason = "interrupted"
 
     def pytest_report_header(self) -> list[str]:
         import torch
         import triton
 
-        from conftest import SEED
+        from conftest import SEED, SESSION
         from tests.session import interpreted
 
         option = self.config.option
+        implementation = self.config.stash[SESSION].implementation
+        claiming = f" (claims: {implementation.manifest})" if implementation.manifest else ""
         lines = [
-            f"attention: implementation {option.impl}, profile {option.profile}, seed {os.environ[SEED]},"
-            f" torch {torch.__version__}, triton {triton.__version__}"
+            f"attention: implementation {implementation.name}{claiming}, profile {option.profile},"
+            f" seed {os.environ[SEED]}, torch {torch.__version__}, triton {triton.__version__}"
         ]
         if interpreted():
             lines.append("attention: Triton's interpreter on the CPU; no GPU is used")
@@ -87,9 +105,25 @@ class Summary:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         read = self._gather()
+        if self.known is not None and not self.config.option.collectonly:
+            self.unexpected = self.known.unexpected(self.found)
+            self.unmet = self.known.unmet(self.found)
         session.exitstatus, self.reason = self._decide(session, exitstatus)
         if not self.config.option.collectonly:
             self.folder.end(self._files() if self.found else {}, read)
+            if self.known is not None and self.config.option.accept:
+                self._accept(self.known)
+
+    def _accept(self, known: KnownFailures) -> None:
+        """Adds what is red to the file of known failures."""
+        from tests.known_failures import accept
+
+        file = Path(self.config.option.known_failures)
+        try:
+            count = accept(file, known, self.found)
+            self.accepted = f"{file}: {count} entries added" + ("; write the reason of each" if count else "")
+        except OSError as error:
+            self.accepted = f"{file}: nothing could be added ({error.strerror})"
 
     def _gather(self) -> list[Path]:
         """Reads what the workers of this run wrote; returns the files that could be read."""
@@ -103,7 +137,9 @@ class Summary:
         return read
 
     def _files(self) -> dict[str, bytes | None]:
-        red = dict.fromkeys(f"{record.case}  # {record.reason}\n" for record in _red(self.found))
+        red = dict.fromkeys(
+            f"{record.case}  # {record.reason}\n" for record in _red(_comparisons(self.found))
+        )
         return {
             RECORDS: b"".join(map(records.encode, self.found)),
             SUMMARY: markdown(self.found, self.reason).encode(),
@@ -123,7 +159,7 @@ class Summary:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             return NOTHING_EXECUTED, NOTHING
         status, reason = exit_status(
-            self.found, failed or bool(self.unreadable), self.config.option.require_gpu
+            self.found, failed or bool(self.unreadable), self.config.option.require_gpu, self.unexpected
         )
         wanted = any("test_references" in str(arg) for arg in self.config.args)
         if status == HELD and wanted and not self.found:
@@ -134,13 +170,13 @@ class Summary:
         write = terminalreporter.write_line
         if self.found:
             terminalreporter.section("attention: comparisons")
-            if any(record.status in EXECUTED for record in self.found):
+            if any(record.status in EXECUTED for record in _comparisons(self.found)):
                 for line in (*_table(self.found), "", *LEGEND.splitlines(), ""):
                     write(line)
             for line in _counts(self.found):
                 write(line)
             for asked, ran in self.narrowed.items():
-                write(f"without the gradients that are not claimed: {asked}")
+                write(f"{_left_out(asked, ran)}: {asked}")
                 write(f"  ran as {ran}")
             red = sorted(_red(self.found), key=_badness)
             if red:
@@ -151,9 +187,19 @@ class Summary:
                 write(f"{number:3}. {_worst(record)}", red=True)
                 write(f"     {record.words}")
                 write(f"     replay: {record.replay}")
-            if red:
-                write(f"{len(red)} ids for tests/corpus.txt: {self._shown(RED_CASES)}")
+            if ids := {record.case for record in _comparisons(red)}:
+                write(f"{len(ids)} ids for tests/corpus.txt: {self._shown(RED_CASES)}")
+            from conftest import SESSION
+
+            if untested := self.config.stash[SESSION].implementation.untested():
+                write(untested)
             write(f"records: {self._shown(RECORDS)}")
+        for said in self.unexpected:
+            write(f"known failure that does not fail: {said}", red=True)
+        for said in self.unmet:
+            write(f"known failure of which nothing ran: {said}")
+        if self.accepted:
+            write(f"known failures: {self.accepted}")
         for message in self.unreadable:
             write(f"records that cannot be read: {message}", red=True)
         if self.found or self.unreadable or self.reason == NOTHING:
@@ -165,8 +211,21 @@ class Summary:
         return min(path, os.path.relpath(path), key=len)
 
 
-def _red(found: list[Record]) -> list[Record]:
+def _left_out(asked: str, ran: str) -> str:
+    """In what a case that ran differs from the one that was asked for, by their ids."""
+    from tests.cases import parse_case
+
+    if parse_case(asked).layout == parse_case(ran).layout:
+        return "without the gradients that are not claimed"
+    return "as contiguous as is claimed, without gradients that are not"
+
+
+def _red(found: Iterable[Record]) -> list[Record]:
     return [record for record in found if record.status == "broken"]
+
+
+def _comparisons(found: Iterable[Record]) -> list[Record]:
+    return [record for record in found if record.origin != LAW]
 
 
 def _badness(record: Record) -> float:
@@ -182,13 +241,19 @@ def _worst(record: Record) -> str:
 
 
 def _counts(found: list[Record]) -> list[str]:
-    """How many comparisons were executed and how many were not, and why."""
-    executed = [record for record in found if record.status in EXECUTED]
+    """How many comparisons were executed and how many were not, and why; what is red and what is known."""
+    executed = [record for record in _comparisons(found) if record.status in EXECUTED]
     backward = sum(record.backward for record in executed)
+    red = _red(found)
+    laws = len(red) - len(_comparisons(red))
     lines = [
         f"comparisons executed: {len(executed)}, of which with a backward: {backward}",
-        f"red: {len(_red(found))}",
+        f"red: {len(red)}" + (f", of which laws: {laws}" if laws else ""),
     ]
+    known = Counter(record.reason for record in found if record.status == "known failure")
+    if known:
+        each = "; ".join(f"{reason} ({n})" for reason, n in known.most_common())
+        lines.append(f"known failures: {known.total()}, by reason: {each}")
     for status, because in (("no power", ""), ("not claimed", "they would need ")):
         left_out = [record for record in found if record.status == status]
         reasons = Counter(reason for record in left_out for reason in record.reason.split(", "))
@@ -214,18 +279,20 @@ def _largest(numbers: Iterable[float | None], digits: int) -> str:
 def _rows(found: list[Record]) -> list[tuple[str, ...]]:
     """By path, dtype and tensor, worst first: the largest of each number, and what came closest to red."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in found:
+    for record in _comparisons(found):
         broken = [verdict.tensor for verdict in record.verdicts if not verdict.held]
         for tensor in dict.fromkeys((*record.tensors, *broken)):
             groups.setdefault((record.path, record.dtype, tensor), []).append(record)
     rows = []
     for (path, dtype, tensor), group in groups.items():
         summaries = [record.tensors[tensor] for record in group if tensor in record.tensors]
-        verdicts = [(v, record.case) for record in group for v in record.verdicts if v.tensor == tensor]
-        badness, rule, case = max(
-            (((not v.held, v.margin), v.rule, case) for v, case in verdicts), default=((False, 0.0), "", "")
+        verdicts = [(v, record) for record in group for v in record.verdicts if v.tensor == tensor]
+        badness, rule, case, status = max(
+            (((not v.held, v.margin), v.rule, record.case, record.status) for v, record in verdicts),
+            default=((False, 0.0), "", "", ""),
         )
         times = f"{badness[1]:.3g} x its limit" if badness[1] < float("inf") else "broken"
+        times += ", known" if status == "known failure" and badness[0] else ""
         rows.append((badness, (
             path, dtype, tensor, str(len(group)),
             _largest((s.budget_use for s in summaries), 3),

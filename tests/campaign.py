@@ -247,7 +247,7 @@ class Worker:
                 continue  # it would refuse most of these
             own = case
             if not claims.strided and not case.ragged and case.layout != "expanded":
-                own = replace(case, layout="bhsd")  # of the same values
+                own = replace(case, layout=claims.contiguous)  # of the same values
             keep(comparison.compare(own, implementation, self.device, "campaign", prepared, hostile=False))
             if samples and samples[-1].status == "broken" and device_is_lost(self.device):
                 lost = True

@@ -9,8 +9,9 @@ import shutil
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from reference.budget import Rounding
 from reference.emulation import Tiles
 from reports.records import Record, TensorSummary, Verdict
 
-from . import execution as executing
-from . import fences, ragged
+from . import ragged
 from .cases import Case
+from .diagnosis import Calls, Earlier, Piece, diagnose
 from .execution import Execution, run
-from .implementations import OWN, Implementation, environment
+from .implementations import Implementation, environment
 from .judge import judge, judge_again
 from .ragged import Part
 from .values import Inputs, make_inputs
@@ -40,7 +41,17 @@ REPEATED = frozenset({"recipe", "corpus", "replay"})
 """Which cases run three times through an implementation on the CPU, where that is slow; on a GPU all do."""
 
 
-SUITE = frozenset(str(module) for module in (__file__, executing.__file__, fences.__file__))
+SUITE = frozenset(
+    str(Path(__file__).parent / file)
+    for file in (
+        "comparison.py",
+        "conventions.py",
+        "execution.py",
+        "fences.py",
+        "isolation.py",
+        "laws/trial.py",
+    )
+)
 """Files whose lines in a traceback say nothing about the implementation."""
 
 FRAMES, TEXT = 10, 2000
@@ -55,7 +66,7 @@ class Outcome:
         path: the code that ran.
         tiles: those of the implementation, if known.
         execution: what came of it; None if it raised.
-        raised: the exception, by `_raised`.
+        raised: the exception, by `account`.
         seconds: that it took.
     """
 
@@ -92,6 +103,7 @@ def compare(
     origin: str = "replay",
     prepared: Prepared | None = None,
     hostile: bool | None = None,
+    guard: AbstractContextManager[None] | None = None,
 ) -> Record:
     """Runs a case through an implementation and judges every tensor against every reference.
 
@@ -102,31 +114,37 @@ def compare(
         case, implementation, device, origin: what is compared, and for the record where it is from.
         prepared: its inputs and references, if they serve other implementations too.
         hostile: as of `execution.run`; by default on a GPU always, on the CPU for `REPEATED`.
+        guard: around the execution, of nothing else.
     """
     refusal = implementation.claims.refusal(case)
     if refusal:
-        record = _record(case, implementation, implementation.path(device), origin)
+        record = begun(case, implementation, implementation.path(device), origin)
         return record(status="not claimed", reason=refusal)
     clock = _Clock()
     with clock("inputs"):
         prepared = Prepared(case) if prepared is None else prepared
     if hostile is None:
         hostile = device.type == "cuda" or origin in REPEATED
-    outcome = execute(case, implementation, device, prepared.inputs, hostile)
+    outcome = execute(case, implementation, device, prepared.inputs, hostile, guard)
     return judged(case, implementation, outcome, prepared, origin, clock)
 
 
 def execute(
-    case: Case, implementation: Implementation, device: torch.device, inputs: Inputs, hostile: bool
+    case: Case,
+    implementation: Implementation,
+    device: torch.device,
+    inputs: Inputs,
+    hostile: bool,
+    guard: AbstractContextManager[None] | None = None,
 ) -> Outcome:
     """Runs a claimed case through an implementation, whatever that raises."""
     path = implementation.path(device)
     clock = _Clock()
     try:
-        with clock("implementation"):
+        with guard or nullcontext(), clock("implementation"):
             execution = run(implementation, case, inputs, device, hostile)
     except (Exception, SystemExit) as error:  # what a kernel does must not end the run
-        return Outcome(path, raised=_raised(error), seconds=clock.seconds.get("implementation", 0.0))
+        return Outcome(path, raised=account(error), seconds=clock.seconds.get("implementation", 0.0))
     tiles = implementation.tiles(case, device) if implementation.tiles is not None else None
     return Outcome(path, tiles, execution, seconds=clock.seconds["implementation"])
 
@@ -149,7 +167,7 @@ def judged(
     """
     clock = _Clock() if clock is None else clock
     clock.seconds["implementation"] = outcome.seconds
-    record = _record(case, implementation, outcome.path, origin)
+    record = begun(case, implementation, outcome.path, origin)
     execution = outcome.execution
     if execution is None:
         verdict = Verdict("out", "contract", "does not raise", False, note=outcome.raised)
@@ -164,10 +182,12 @@ def judged(
     results = execution.results
     verdicts = [_handed_over(case, verdict) for verdict in execution.verdicts]
     of_parts: list[Verdict] = []
+    pieces: list[Piece] = []
     found: dict[str, list[TensorSummary]] = {name: [] for name in results}
     for part, references in prepared.parts:
-        of_part, summaries_of_part = references.judged(
-            {name: part.of(name, x) for name, x in results.items()},
+        of_this = {name: part.of(name, x) for name, x in results.items()}
+        of_part, summaries_of_part, exact = references.judged(
+            of_this,
             {
                 rule: {name: part.of(name, x) for name, x in again.items() if not claims.repeatable(name)}
                 for rule, again in execution.repeats.items()
@@ -177,6 +197,8 @@ def judged(
             clock,
         )
         of_parts += map(part.located, of_part)
+        under = functools.partial(references.under, of_this.get("out"), claims.rounding)
+        pieces.append(Piece(part.case, of_this, exact, under, part.sequences))
         for name, summary in summaries_of_part.items():
             found[name].append(summary)
     verdicts += [*ragged.past_rows(case, results), *ragged.worst(of_parts)]
@@ -185,16 +207,32 @@ def judged(
     elements = sum(summary.elements for summary in summaries.values())
     power = sum(summary.judged for summary in summaries.values())
     failed = [verdict for verdict in verdicts if not verdict.held]
-    status, reason = "held", ""
+    status, reason, diagnosis = "held", "", list[str]()
     if failed:
         status = "broken"
         reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
+        with clock("diagnosis"):
+            diagnosis = diagnose(pieces, _calls[implementation.name])
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
-    return record(status=status, reason=reason, verdicts=verdicts, tensors=summaries, seconds=clock.seconds)
+    if not case.ragged:
+        exact = pieces[0].exact
+        _calls[implementation.name].add(Earlier(case, exact.out, exact.dtype))
+    return record(
+        status=status,
+        reason=reason,
+        verdicts=verdicts,
+        tensors=summaries,
+        diagnosis=diagnosis,
+        seconds=clock.seconds,
+    )
 
 
-def _record(case: Case, implementation: Implementation, path: str, origin: str) -> Callable[..., Record]:
+_calls: defaultdict[str, Calls] = defaultdict(Calls)
+"""The calls of this process, by implementation: what one kept may come out of another."""
+
+
+def begun(case: Case, implementation: Implementation, path: str, origin: str) -> Callable[..., Record]:
     """Makes a record of what is known before anything runs."""
     return functools.partial(
         Record,
@@ -209,7 +247,7 @@ def _record(case: Case, implementation: Implementation, path: str, origin: str) 
     )
 
 
-def _raised(error: BaseException) -> str:
+def account(error: BaseException) -> str:
     """An exception and what caused it, by their texts, and below them the innermost lines that led there.
 
     Triton's interpreter raises its own from that of the kernel.
@@ -242,18 +280,36 @@ class _References:
 
     Args:
         case, inputs, fa2: as of `Prepared`.
+        operands: as of `oracle.Problem.of`: what of the inputs enters a product.
     """
 
-    def __init__(self, case: Case, inputs: Inputs, fa2: bool) -> None:
-        self.case, self.fa2 = case, fa2
-        self.tensors = (inputs.q, inputs.k, inputs.v, inputs.d_out, inputs.d_lse)
+    def __init__(self, case: Case, inputs: Inputs, fa2: bool, operands: str = "as they are") -> None:
+        self.case, self.inputs, self.fa2, self.operands = case, inputs, fa2, operands
+        entering = oracle.OPERANDS[operands]
+
+        def operand(t: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(entering(t.double().numpy())).to(t.dtype)
+
+        q, k, v = operand(inputs.q), operand(inputs.k), operand(inputs.v)
+        self.tensors = q, k, v, None if inputs.d_out is None else operand(inputs.d_out), inputs.d_lse
         self.options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
 
     @functools.cached_property
+    def of_tf32(self) -> list[_References]:
+        """The references where products take TF32: for each way to make it of float32."""
+        ways = [way for way in oracle.OPERANDS if way != self.operands]
+        return [_References(self.case, self.inputs, False, way) for way in ways]
+
+    @functools.cached_property
     def problem(self) -> oracle.Problem:
-        q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in self.tensors)
+        i = self.inputs
+        q, k, v, d_out, d_lse = (
+            None if t is None else t.double().numpy() for t in (i.q, i.k, i.v, i.d_out, i.d_lse)
+        )
         assert q is not None and k is not None and v is not None
-        return oracle.Problem.of(q, k, v, d_out, d_lse, dtype=self.case.dtype, **self.options)
+        return oracle.Problem.of(
+            q, k, v, d_out, d_lse, dtype=self.case.dtype, operands=self.operands, **self.options
+        )
 
     @functools.cached_property
     def in_float64(self) -> dict[str, Array]:
@@ -272,8 +328,8 @@ class _References:
         rounding: Rounding,
         tiles: Tiles | None,
         clock: _Clock,
-    ) -> tuple[list[Verdict], dict[str, TensorSummary]]:
-        """Judges the results of an implementation against the three references.
+    ) -> tuple[list[Verdict], dict[str, TensorSummary], oracle.Result]:
+        """Judges the results of an implementation against the three references; also says what is exact.
 
         Args:
             results, repeats: of `run`.
@@ -281,6 +337,10 @@ class _References:
             tiles: those of the implementation, if known.
             clock: takes the time of each reference.
         """
+        if rounding.products == "tf32" and self.case.dtype == "float32" and self.operands == "as they are":
+            # how a chip makes TF32 of float32 is its own affair; the better one counts, for all tensors
+            ways = [way.judged(results, repeats, rounding, tiles, clock) for way in self.of_tf32]
+            return min(ways, key=lambda way: max((v.margin for v in way[0]), default=0.0))
         with clock("oracle"):
             exact = self.problem.result(results.get("out"), rounding)
         with clock("sdpa"):
@@ -301,16 +361,22 @@ class _References:
             )
             for rule, again in repeats.items():
                 verdicts += judge_again(self.case, again, exact, rule)
-            return verdicts, summaries
+            return verdicts, summaries, exact
+
+    def under(self, out_given: Array | None, rounding: Rounding, **changes: Any) -> oracle.Result:
+        """The exact result if some options were others than the case's."""
+        q, k, v, d_out, d_lse = (None if t is None else t.double().numpy() for t in self.tensors)
+        assert q is not None and k is not None and v is not None
+        options: dict[str, Any] = {**self.options, **changes}
+        options |= {"dtype": self.case.dtype, "out_given": out_given, "rounding": rounding}
+        return oracle.attention(q, k, v, d_out, d_lse, **options)
 
 
 def replay(case: Case, implementation: Implementation, path: str) -> str:
     """The line that repeats a comparison on this machine."""
     words = [f"{name}={value}" for name, value in environment(path).items()]
     words += [_python(), "-m", "pytest", os.path.relpath(Path(__file__).with_name("test_references.py"))]
-    if implementation.name != OWN:
-        words += ["--impl", implementation.name]
-    return shlex.join([*words, "--case", case.id])
+    return shlex.join([*words, *implementation.options, "--case", case.id])
 
 
 def _python() -> str:
@@ -326,6 +392,8 @@ def explain(record: Record) -> str:
     for v in sorted(record.verdicts, key=lambda v: -v.margin):
         if not v.held:
             lines.append("  " + describe(v).replace("\n", "\n      "))
+    if record.diagnosis:
+        lines += ["", *(f"  {sentence}" for sentence in record.diagnosis)]
     lines += ["", "  replay: " + record.replay]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,9 @@ ADA = (8, 9)  # the first compute capability after Ampere's 8.0, 8.6 and 8.7
 
 GIB = 2**30
 GIB_A_WORKER = 4
+
+SLOT = "attention_slot"
+"""In what pytest-xdist hands a worker: its number among those that live."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,35 @@ def code_paths(gpus: Iterable[Gpu], override_arch: str | None) -> list[CodePath]
 
 
 def workers(gpus: Iterable[Gpu]) -> int:
-    """What `-n auto` means on a GPU: more processes than its memory holds fail in ways that look
-    like faults of a kernel."""
-    fit = min(gpu.memory // (GIB_A_WORKER * GIB) for gpu in gpus)  # all of them use the same GPU
-    return max(1, min(fit, len(os.sched_getaffinity(0))))
+    """What `-n auto` means on GPUs: more processes than their memory holds fail in ways that look
+    like faults of a kernel. At least one a GPU, and more only as far as there are cores: the references
+    are computed on the CPU."""
+    fit = [gpu.memory // (GIB_A_WORKER * GIB) for gpu in gpus]  # workers are spread over the GPUs
+    return max(len(fit), min(sum(fit), len(os.sched_getaffinity(0))))
+
+
+def turned(given: str | None, count: Callable[[], int], worker: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a worker: the caller's GPUs, begun with another in each worker.
+
+    All stay visible, for tests that need several.
+
+    Args:
+        given: the caller's.
+        count: how many GPUs there are by that.
+        worker: a number.
+
+    Returns:
+        None if there is nothing to choose.
+    """
+    if given is not None and given.strip().startswith("MIG-"):
+        entries = [entry.strip() for entry in given.split(",")]  # counting them would start CUDA
+    else:
+        known = range(count()) if given is None else [entry.strip() for entry in given.split(",")]
+        entries = [str(entry) for entry in known][: count()]  # CUDA ignores what follows a wrong entry
+    if len(entries) < 2:
+        return None
+    first = worker % len(entries)
+    return ",".join((*entries[first:], *entries[:first]))
 
 
 def run(path: CodePath, command: Sequence[str], reports: Path, defaults: Mapping[str, str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +15,10 @@ from reports import records
 from reports.records import Record
 
 from .cases import Case, parse_case
-from .comparison import compare
+from .comparison import begun, compare
 from .implementations import Implementation, load
+from .isolation import Journal
+from .known_failures import LAW, RAN, KnownFailures
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT_DIR = "FA_REPORT_DIR"
@@ -63,17 +67,25 @@ class Session:
     """What all tests of one process share.
 
     Attributes:
-        spec: the implementation, as `--impl` gave it.
+        spec: the implementation, as `--impl` gave it; None: the manifest names it.
         part: the file that this process writes its records into.
+        manifest: what the implementation claims, as `--manifest` gave it.
+        known: failures that are expected.
+        journal: of what the implementation has under way, for when it ends the process.
+        lost: whether the GPU is of no use to this process any more.
     """
 
-    spec: str
+    spec: str | None
     part: Path
+    manifest: str | None = None
+    known: KnownFailures = field(default_factory=KnownFailures)
+    journal: Journal | None = None
+    lost: bool = False
     broken: dict[str, Record] = field(default_factory=dict)
 
     @cached_property
     def implementation(self) -> Implementation:
-        return load(self.spec)
+        return load(self.spec, self.manifest)
 
     @cached_property
     def device(self) -> torch.device:
@@ -88,23 +100,34 @@ class Session:
     def tile(self, case: Case) -> tuple[int, int]:
         """Largest query and key tiles that the implementation uses for a case; a guess if not known."""
         if self.implementation.tiles is None:
-            return 64, 64
+            return self.implementation.tile
         tiles = self.implementation.tiles(case, self.device)
         pairs = (tiles.forward, tiles.dkdv, tiles.dq)
         return max(bm for bm, _ in pairs), max(bn for _, bn in pairs)
 
     def check(self, case: Case, origin: str) -> Record:
-        """Compares, and records unless the record is red.
+        """Compares, and records unless the record is red, by what is not known to fail.
 
         Raises:
             Broke: if it is. It is not written yet: Hypothesis may find a smaller case.
         """
-        record = compare(case, self.implementation, self.device, origin)
+        path = self.implementation.path(self.device)
+        guard = self.guard(begun(case, self.implementation, path, origin)(status="running"))
+        record = compare(case, self.implementation, self.device, origin, guard=guard)
+        record = self.known.settled(record)
         if record.status == "broken":
             self.broken[origin] = record
             raise Broke(record.reason)
         self.write(record)
         return record
+
+    def guard(self, record: Record) -> AbstractContextManager[None]:
+        """What belongs around a call of the implementation.
+
+        Args:
+            record: of what is known before.
+        """
+        return nullcontext() if self.journal is None else self.journal.running(record, self.device)
 
     def write_broken(self, origin: str) -> Record | None:
         """Writes the last red record, if there is one: after a shrink, that of the smallest case."""
@@ -124,18 +147,24 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def exit_status(found: list[Record], tests_failed: bool, require_gpu: bool) -> tuple[int, str]:
+def exit_status(
+    found: list[Record], tests_failed: bool, require_gpu: bool, unexpected: Sequence[str] = ()
+) -> tuple[int, str]:
     """The status of a run and why, from the records of all its workers.
 
     Args:
         found: all records.
         tests_failed: whether any test was red; tests of the suite itself count too.
         require_gpu: whether nothing may have been interpreted.
+        unexpected: known failures that did not fail.
     """
-    executed = [r for r in found if r.status in ("held", "broken")]
-    broken = [r for r in executed if r.status == "broken"]
-    if broken or tests_failed:
-        return BROKE, f"red comparisons: {len(broken)}" if broken else "a test failed"
+    executed = [r for r in found if r.status in RAN]
+    red = [r for r in executed if r.status == "broken"]
+    laws = [r for r in red if r.origin == LAW]
+    counts = {"red comparisons": len(red) - len(laws), "red laws": len(laws),
+              "known failures that do not fail": len(unexpected)}  # fmt: skip
+    if any(counts.values()) or tests_failed:
+        return BROKE, ", ".join(f"{what}: {n}" for what, n in counts.items() if n) or "a test failed"
     if require_gpu and any(r.path in ("interpreter", "cpu") for r in executed):
         return BROKE, "--require-gpu was given, and comparisons ran without a GPU"
     if found and not executed:

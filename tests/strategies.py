@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from .cases import DTYPES, GRADIENTS, LAYOUTS, REGIMES, Case
 from .drawing import HEADS, PAST, SCALES
-from .implementations import Claims
+from .implementations import MASKS, Claims
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,32 @@ DIMS += [(256, 256), (72, 104)]
 SMALL_DIMS = [(16, 16), (32, 32), (24, 40), (64, 64), (40, 24), (16, 32)]
 
 
+def dims_of(claims: Claims, interpreted: bool) -> list[tuple[int, int]]:
+    """D and Dv of the cases: all that are listed if they are, else the pool's, as far as they are claimed.
+
+    The ends of a range that reach beyond all pools, or have none of the pool between them, are its cases too.
+    """
+    if claims.dims is not None:
+        equal = [(dim, dim) for dim in claims.dims]
+        neighbours = zip(claims.dims, claims.dims[1:], strict=False)
+        pairs = [pair for d, dv in neighbours for pair in ((d, dv), (dv, d))]
+        return equal + ([] if claims.equal_dims else pairs)
+    step = claims.dims_multiple_of
+    ends = [-(-claims.smallest_dim // step) * step, claims.largest_dim // step * step]
+    found = [
+        (d, dv)
+        for d, dv in (SMALL_DIMS if interpreted else DIMS)
+        if claims.takes_dim(d) and claims.takes_dim(dv) and not (d % step or dv % step)
+        if d == dv or not claims.equal_dims
+    ]
+    reached = [dim for pair in DIMS for dim in pair]
+    beyond = [(dim, dim) for dim in ends if not found or not min(reached) <= dim <= max(reached)]
+    return list(dict.fromkeys((*found, *beyond)))
+
+
 def shard_of(number: int, claims: Claims, interpreted: bool) -> tuple[str, tuple[int, int]]:
     """The dtype and head dimensions of a shard's cases."""
-    pool = SMALL_DIMS if interpreted else DIMS
-    dims = [
-        (d, dv)
-        for d, dv in pool
-        if not claims.refusal(Case(dim=d, dim_v=dv, grad="none", dtype=claims.dtypes[0]))
-    ]
+    dims = dims_of(claims, interpreted)
     dtypes = [dtype for dtype in DTYPES if dtype in claims.dtypes]
     return dtypes[number % len(dtypes)], dims[number // len(dtypes) % len(dims)]
 
@@ -144,13 +162,14 @@ def cases(
         tile: query and key rows of the implementation's largest tiles.
         largest: most scores (Hq times the sum of Sq Sk) of a case with more than one head in all.
     """
-    causal = draw(st.booleans(), label="causal")
+    both = set(MASKS) <= set(claims.masks)
+    causal = draw(st.booleans(), label="causal") if both else "causal" in claims.masks
     ragged = claims.ragged and draw(st.sampled_from([False] * 4 + [True]), label="ragged")
     shape: dict[str, Any] = {}
     if ragged:
         drawn = draw(sequences(claims, causal, tile), label="sequences")
         shape["lengths"] = fitting(drawn, largest)
-        shape["past"] = draw(st.sampled_from(PAST), label="past")
+        shape["past"] = draw(st.sampled_from(PAST), label="past") if claims.past_rows else (0, 0)
         scores = sum(len_q * len_k for len_q, len_k in shape["lengths"])
     else:
         shape["len_q"], shape["len_k"] = draw(about_tiles(claims, causal, tile), label="Sq, Sk")
@@ -160,10 +179,10 @@ def cases(
     heads_q, heads_kv = draw(st.sampled_from(groups), label="heads")
     if not ragged:
         shape["batch"] = draw(st.integers(1, max(1, min(3, room // heads_q))), label="batch")
-    layout = "bshd" if ragged else "bhsd"
+    layout = claims.layout(ragged)
     if claims.strided:
         layout = draw(st.sampled_from(list(LAYOUTS)), label="layout")
-    scales = [scale for scale in SCALES if scale is None or scale > 0 or not claims.positive_scale]
+    scales = list(filter(claims.takes_scale, SCALES))
     grad, d_lse = "none", False
     if claims.backward:
         grad = draw(st.sampled_from(["qkv"] * 18 + list(GRADIENTS)), label="grad")

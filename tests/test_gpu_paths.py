@@ -68,11 +68,15 @@ def test_one_usable_gpu_is_enough() -> None:
     assert gpu_paths.why_unusable(Machine("2.13.0", "13.0", (T4, A100))) is None
 
 
-def test_workers_fit_into_memory_and_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert gpu_paths.workers([Gpu("small", (8, 6), 2 * GIB)]) == 1
-    assert gpu_paths.workers([A10]) == min(6, cores)
-    assert gpu_paths.workers([H200] * 64) == cores
+def test_workers_fit_into_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Gpu("small", (8, 6), 2 * GIB)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16))
+    assert gpu_paths.workers([small]) == 1
+    assert gpu_paths.workers([A10]) == 6
+    assert gpu_paths.workers([A10, small]) == 6
+    assert gpu_paths.workers([A10, A10]) == 12
+    assert gpu_paths.workers([H200]) == 16
+    assert gpu_paths.workers([small] * 20) == 20  # one a GPU, whatever the cores are
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, seed
 
 from conftest import SEED, SESSION
+from reports.records import Record, Verdict
 
 from .cases import Case
-from .comparison import replay
+from .comparison import account, begun, describe, replay
 from .implementations import Implementation
-from .laws import LAWS, Finding, Outcome, Trial, outcome, outcomes
+from .known_failures import LAW, STATUS
+from .laws import LAWS, Finding, Outcome, Trial, outcome
 from .session import LARGEST_CASE, Session, interpreted
 from .strategies import PROFILES, cases, generation, shard_of
 
@@ -55,10 +58,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_replay(case: Case, session: Session, record_property: Callable[[str, object], None]) -> None:
-    found = outcomes(case, session.implementation, session.device)
-    if {of_law.status for of_law in found} == {"not claimed"}:
-        record_property("comparison", "not claimed")
-    _fail(case, session, [finding for of_law in found for finding in of_law.findings])
+    trial = Trial(case, session.implementation, session.device)
+    found = [judged(law, trial, case, session) for law in LAWS]
+    statuses = {of_law.record.status for of_law in found}
+    if statuses == {"not claimed"} or STATUS in statuses:
+        record_property("comparison", STATUS if STATUS in statuses else "not claimed")
+    _fail(session, case, found)
 
 
 def test_generated(law: str, number: int, part: int, session: Session) -> None:
@@ -69,16 +74,17 @@ def test_generated(law: str, number: int, part: int, session: Session) -> None:
     tile = session.tile(Case(dim=dims[0], dim_v=dims[1], dtype=dtype))
     largest = LARGEST_INTERPRETED if interpreted() else LARGEST_COMPILED
     tried: list[Outcome] = []
-    red: list[tuple[Case, Sequence[Finding]]] = []
+    red: list[tuple[Case, Judged]] = []
 
     @seed(int(os.environ[SEED]) * 100_003 + shard)
     @generation(part)
     @given(cases(claims, dtype, dims, tile, largest))
     def generated(case: Case) -> None:
         case = claims.narrowed(LAWS[law].suited(case))
-        tried.append(outcome(LAWS[law], Trial(case, session.implementation, session.device)))
-        if tried[-1].findings:
-            red.append((case, tried[-1].findings))
+        of_law = judged(law, Trial(case, session.implementation, session.device), case, session)
+        tried.append(of_law.outcome)
+        if of_law.record.status == "broken":
+            red.append((case, of_law))
             raise AssertionError(law)
 
     try:
@@ -86,7 +92,8 @@ def test_generated(law: str, number: int, part: int, session: Session) -> None:
     except Exception:
         if not red:
             raise
-        _fail(red[-1][0], session, red[-1][1])  # of the smallest case
+        case, of_law = red[-1]  # the smallest
+        _fail(session, case, [of_law])
     if all(of_law.status == "not claimed" for of_law in tried):
         pytest.skip(f"not claimed: {tried[-1].reason}")
 
@@ -136,32 +143,86 @@ class _Hashed:
 def test_long(long: Case, law: str, session: Session, gpu: torch.device) -> None:
     if session.device.type != "cuda":
         pytest.skip("the implementation does not claim to run on a GPU")
-    of_law = outcome(LAWS[law], _trial(long, _Hashed(session)))
-    _fail(long, session, of_law.findings)
-    if of_law.status in ("not claimed", "not applicable"):
-        pytest.skip(f"{of_law.status}: {of_law.reason}")
-    assert of_law.status == "held", of_law
+    of_law = judged(law, _trial(long, _Hashed(session)), long, session)
+    _fail(session, long, [of_law])
+    found = of_law.outcome
+    if found.status in ("not claimed", "not applicable"):
+        pytest.skip(f"{found.status}: {found.reason}")
+    assert of_law.record.status in ("held", STATUS), found
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_given_back():
+def _memory_given_back(session: Session):
     """Others may share the GPU: the long tensors do not stay with this process."""
     yield
     _trial.cache_clear()
-    if torch.cuda.is_available() and not interpreted():
+    if torch.cuda.is_available() and not interpreted() and not session.lost:
         torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- a law on a case
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A law on a case.
+
+    Attributes:
+        outcome: what became of it.
+        record: of that, with a known failure as one.
+    """
+
+    outcome: Outcome
+    record: Record
+
+
+def judged(law: str, trial: Trial, case: Case, session: Session) -> Judged:
+    """Runs a law, and records it unless it is red, if a known failure is about it.
+
+    An exception of the implementation is a broken claim, as in a comparison.
+    """
+    path = session.implementation.path(session.device)
+    record = begun(case, session.implementation, path, LAW)(status="running", reason=f"in law {law}")
+    record = msgspec.structs.replace(record, replay=_replay(case, session, path))
+    trial.guard = lambda: session.guard(record)
+    try:
+        found = outcome(LAWS[law], trial)
+        wrong = [Verdict(f.tensor, LAW, law, False, f.statistic, f.limit, f.where, f.note)
+                 for f in found.findings]  # fmt: skip
+    except (Exception, SystemExit) as error:
+        if error is not trial.raised:
+            raise
+        told = account(error)
+        found = Outcome(law, "broken", f"raised {told.splitlines()[0]}, in law {law}")
+        wrong = [Verdict("out", "contract", "does not raise", False, note=told)]
+    verdicts = wrong or [Verdict("out", LAW, law, True)]
+    reason = found.reason or "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in wrong))
+    record = msgspec.structs.replace(record, status=found.status, reason=reason, verdicts=verdicts)
+    record = session.known.settled(record)
+    if record.status == STATUS or (record.status == "held" and session.known.mentions(record)):
+        session.write(record)
+    return Judged(found, record)
 
 
 # ---------------------------------------------------------------- messages
 
 
-def _fail(case: Case, session: Session, findings: Sequence[Finding]) -> None:
-    """Fails the test with what is broken, where and how to see it again, if anything is."""
-    if findings:
-        path = session.implementation.path(session.device)
-        lines = [f"{session.implementation.name} on {path}: {case.words()}", ""]
-        lines += [explain(finding) for finding in sorted(findings, key=lambda finding: -finding.margin)]
-        pytest.fail("\n".join([*lines, "", "  replay: " + _replay(case, session, path)]), pytrace=False)
+def _fail(session: Session, case: Case, found: Sequence[Judged]) -> None:
+    """Fails the test with what is broken, where and how to see it again, if anything is; records it."""
+    red = [of_law for of_law in found if of_law.record.status == "broken"]
+    if not red:
+        return
+    for of_law in red:
+        session.write(of_law.record)
+    findings = [finding for of_law in red for finding in of_law.outcome.findings]
+    record = red[0].record
+    lines = [f"{record.implementation} on {record.path}: {case.words()}", ""]
+    lines += [explain(finding) for finding in sorted(findings, key=lambda finding: -finding.margin)]
+    for of_law in red:
+        if not of_law.outcome.findings:
+            (verdict,) = of_law.record.verdicts
+            lines.append(f"  {of_law.outcome.law}: {describe(verdict)}".replace("\n", "\n      "))
+    pytest.fail("\n".join([*lines, "", "  replay: " + record.replay]), pytrace=False)
 
 
 def explain(finding: Finding) -> str:

@@ -37,7 +37,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = config.stash[SESSION]
     if "case" in metafunc.fixturenames:
         name = metafunc.function.__name__
-        narrowed = session.implementation.claims.narrowed  # of an unclaimed backward the forward is left
+        claims = session.implementation.claims
+
+        def narrowed(case: Case) -> Case:  # of an unclaimed backward the forward is left
+            if name != "test_replay":
+                case = claims.nearest(case, of_any=name == "test_edge")
+            return claims.narrowed(case)
+
         if name == "test_recipe":
             listed = recipes(session.tile(Case(dim=16, dim_v=16))) if not config.option.case else {}
             pairs = [(number, case) for number, cases in listed.items()

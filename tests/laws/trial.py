@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -77,6 +78,8 @@ class Trial:
         narrowed = self.claims.narrowed(case)
         self.case = replace(narrowed, grad="qkv") if narrowed.backward else narrowed
         self.dtype = dtype or getattr(torch, case.dtype)
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext  # around each call, only
+        self.raised: BaseException | None = None  # by the implementation
         self.findings: list[Finding] = []
         self.law = ""
         self.judged = 0
@@ -180,6 +183,10 @@ class Trial:
                 "ragged batches": claims.ragged or not ragged,
                 "several query heads a KV head": claims.gqa or p.group == 1,
                 "Sq != Sk": claims.cross_lengths or p.Sq == p.Sk,
+                "a causal mask aligned at the bottom right": (
+                    claims.causal_alignment == "bottom-right" or not p.causal or p.Sq == p.Sk
+                ),
+                "a mask or none": ("causal" if p.causal else "full") in claims.masks,
                 "rows that see no key": claims.dead_rows or not dead,
                 "empty inputs": claims.empty or 0 not in (p.q.shape[0], p.Sq, p.Sk),
                 "gradients through the lse": claims.lse_grad or p.d_lse is None,
@@ -189,9 +196,11 @@ class Trial:
 
     def _dense(self, p: Problem, layout: str | None) -> Results:
         given = {name: t for name, t in vars(p).items() if isinstance(t, Tensor)}
+        if layout is None and self.claims.contiguous != "bhsd":
+            layout = self.claims.contiguous
         if layout is not None:
-            given = {name: place(name, t, layout, self.device) for name, t in given.items()}
-        return self._differentiated(self.implementation.function, given, (), p)
+            given = {name: self._placed(name, t, layout) for name, t in given.items()}
+        return self._called(self.implementation.function, given, (), p)
 
     def _packed(self, problems: Sequence[Problem], layout: str) -> list[Results]:
         """All sequences in one ragged call."""
@@ -204,13 +213,13 @@ class Trial:
         given = {
             name: (x[0].transpose(0, 1) if x.ndim == 4 else x[0])
             for name, t in joined.items()
-            for x in (place(name, t, layout, self.device),)
+            for x in (self._placed(name, t, layout),)
         }
         lengths = [[p.Sq for p in problems], [p.Sk for p in problems]]
         where = [torch.tensor([0, *accumulate(side)], dtype=torch.int32, device=self.device)
                  for side in lengths]  # fmt: skip
         assert self.implementation.varlen is not None
-        found = self._differentiated(self.implementation.varlen, given, (*where, *map(max, lengths)), first)
+        found = self._called(self.implementation.varlen, given, (*where, *map(max, lengths)), first)
         found = {name: t.transpose(0, 1)[None] if t.ndim == 3 else t[None] for name, t in found.items()}
         parts: list[Results] = []
         q0 = k0 = 0
@@ -219,6 +228,20 @@ class Trial:
             parts.append({name: t[:, :, keys if name in ("dk", "dv") else rows] for name, t in found.items()})
             q0, k0 = rows.stop, keys.stop
         return parts
+
+    def _called(
+        self, function: Callable[..., Any], given: Mapping[str, Tensor], where: tuple[Any, ...], p: Problem
+    ) -> Results:
+        try:
+            with self.guard():
+                return self._differentiated(function, given, where, p)
+        except (Exception, SystemExit) as error:
+            self.raised = error
+            raise
+
+    def _placed(self, name: str, x: Tensor, layout: str) -> Tensor:
+        layout = self.claims.layout_of_d_lse(layout) if name == "d_lse" else layout
+        return place(name, x, layout, self.device)
 
     def _differentiated(
         self, function: Callable[..., Any], given: Mapping[str, Tensor], where: tuple[Any, ...], p: Problem

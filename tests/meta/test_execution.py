@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.cases import LAYOUTS, Case
-from tests.execution import BESIDE, REPEATS, UNCHANGED, Execution, run
+from tests.execution import (
+    BESIDE,
+    FOLLOWS,
+    NEGATED,
+    OWN_MEMORY,
+    REPEATS,
+    SHAPE,
+    UNCHANGED,
+    Execution,
+    run,
+)
 from tests.implementations import Claims, Implementation, load
 from tests.meta.plain import (
     CASE,
@@ -94,11 +104,12 @@ def test_a_right_implementation_breaks_nothing_in_any_layout(function: Any, layo
     execution = executed(function, case)
     assert not red(execution)
     rules = [(v.tensor, v.rule) for v in execution.verdicts]
-    assert len(rules) == len(set(rules)) == 5 + 5 + 1 + 2 * 5
+    assert len(rules) == len(set(rules)) == 5 + 5 + 2 + 1 + 3 * 5
     inputs = [(name, UNCHANGED) for name in ("q", "k", "v", "d_out", "d_lse")]
-    same = [(name, rule) for rule in REPEATS for name in TENSORS]
-    assert {*inputs, ("memory", BESIDE), *same} < set(rules)
-    assert list(execution.repeats) == list(REPEATS)
+    same = [(name, rule) for rule in (*REPEATS, FOLLOWS) for name in TENSORS]
+    own = [(name, OWN_MEMORY) for name in ("out", "lse")]
+    assert {*inputs, *own, ("memory", BESIDE), *same} < set(rules)
+    assert list(execution.repeats) == [*REPEATS, FOLLOWS]
     assert all(list(repeat) == TENSORS for repeat in execution.repeats.values())
     assert {name: x.shape for name, x in execution.results.items()} == {
         name: tuple(t.shape) for name, t in zip(TENSORS, _like_results(make_inputs(case)), strict=True)
@@ -227,8 +238,102 @@ def test_state_kept_between_calls_is_red(name: str) -> None:
             calls[name] += 1
 
     broken = red(executed(by_hand(counting)))
-    assert {rule for tensor, rule in broken if tensor == name} == set(REPEATS)
+    assert {rule for tensor, rule in broken if tensor == name} == {*REPEATS, FOLLOWS}
+    assert "it is not " in broken[name, FOLLOWS].note
     assert {tensor for tensor, _ in broken} <= {name, "dq", "dk"}, "out enters dq and dk"
+
+
+Keep = Callable[..., Any]
+
+
+def by_shape(calls: dict[Any, Any], q: Tensor, right: Keep) -> Any:
+    return calls.setdefault(q.shape, right())
+
+
+def by_address(calls: dict[Any, Any], q: Tensor, right: Keep) -> Any:
+    return calls.setdefault((q.data_ptr(), q.shape), right())
+
+
+def one_behind(calls: dict[Any, Any], q: Tensor, right: Keep) -> Any:
+    found = right()
+    before = calls.get("before", found)
+    calls["before"] = found
+    return before
+
+
+@pytest.mark.parametrize("claims", [DETERMINISTIC, CLAIMS], ids=["deterministic", "not"])
+@pytest.mark.parametrize("kept", [by_shape, by_address, one_behind])
+def test_a_result_that_was_kept_is_red_and_named(kept: Keep, claims: Claims) -> None:
+    calls: dict[Any, Any] = {}
+
+    def attention_of(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return kept(calls, q, lambda: tuple(t.detach() for t in attention(q, k, v, **options)))
+
+    claims = replace(claims, backward=False, lse_grad=False)
+    broken = red(executed(attention_of, FORWARD, claims))
+    assert set(broken) == {("out", FOLLOWS)}
+    assert broken["out", FOLLOWS].note.startswith("it is the result of the call before, ")
+
+
+def test_gradients_that_were_kept_are_red_and_named() -> None:
+    kept: dict[str, Tensor] = {}
+
+    def keeping(name: str, t: Tensor) -> None:
+        if name == "dv":
+            t.copy_(kept.setdefault(name, t.clone()))
+
+    broken = red(executed(by_hand(keeping)))
+    assert set(broken) == {("dv", FOLLOWS)}
+    assert broken["dv", FOLLOWS].note.startswith("it is the result of the call before, ")
+
+
+def test_of_what_need_not_repeat_the_last_run_is_handed_on_with_the_sign_of_the_first() -> None:
+    execution = executed(by_hand(), claims=CLAIMS)
+    assert not red(execution) and not [v for v in execution.verdicts if v.rule == FOLLOWS]
+    for name, x in execution.repeats[FOLLOWS].items():
+        np.testing.assert_array_equal(x, execution.results[name])
+    assert NEGATED.isdisjoint({"lse", "dq", "dk", "q", "k", "d_lse"})
+
+
+def test_a_result_of_the_shape_of_the_call_before_is_told() -> None:
+    calls: dict[Any, Any] = {}
+
+    def late(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return one_behind(calls, q, lambda: attention(q, k, v, **options).detach())
+
+    claims = Claims()
+    executed(late, FORWARD, claims, hostile=False)
+    (broken,) = red(executed(late, replace(FORWARD, len_q=9, len_k=9), claims, hostile=False)).values()
+    assert (broken.tensor, broken.rule) == ("out", SHAPE)
+    assert broken.note == "shape (1, 2, 20, 16), not (1, 2, 9, 16), but that of the call before"
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "note"),
+    [
+        (lambda q, out, lse: (q.copy_(out), lse), "it shares memory with q"),
+        (lambda q, out, lse: (out, lse[:, :, :1].expand(lse.shape)), "its own elements share memory: "),
+        (lambda q, out, lse: (out, out[..., 0]), "it shares memory with out"),
+        (lambda q, out, lse: (out.as_strided(out.shape, (640, 320, 15, 1)), lse), "its own elements share"),
+    ],
+    ids=["input", "expanded", "each other", "overlapping"],
+)
+def test_memory_that_is_not_its_own_is_red(spoiled: Any, note: str) -> None:
+    def attention_of(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return spoiled(q, *attention(q, k, v, **options))
+
+    claims = replace(CLAIMS, backward=False, lse_grad=False)
+    found = [v for v in red(executed(attention_of, FORWARD, claims)).values() if v.rule == OWN_MEMORY]
+    assert found and all(v.tensor in ("out", "lse") for v in found)
+    assert found[-1].note.startswith(note)
+
+
+def test_dimensions_that_interleave_are_no_overlap() -> None:
+    def attention_of(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        out, lse = attention(q, k, v, **options)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.mT.contiguous().mT
+
+    assert not red(executed(attention_of, FORWARD, replace(CLAIMS, backward=False, lse_grad=False)))
 
 
 def test_what_is_not_claimed_to_be_deterministic_is_handed_on() -> None:

@@ -93,6 +93,10 @@ OUTSIDE: dict[str, tuple[Case, dict[str, Any]]] = {
     "empty inputs": (Case(len_q=0, len_k=0, grad="none"), {"empty": True}),
     "a backward": (Case(grad="q"), {"backward": True}),
     "inputs that are not contiguous": (Case(layout="offset", grad="none"), {"strided": True}),
+    "head dimension 48": (
+        Case(dim=48, dim_v=48, grad="none"),
+        {"smallest_dim": 32, "largest_dim": 64, "dims": (32, 48, 64)},
+    ),
     "ragged batches": (Case(lengths=((16, 16),), layout="bshd", grad="none"), {"ragged": True}),
 }
 
@@ -100,8 +104,54 @@ OUTSIDE: dict[str, tuple[Case, dict[str, Any]]] = {
 @pytest.mark.parametrize("wants", OUTSIDE)
 def test_a_case_outside_of_the_claims_is_refused_until_it_is_claimed(wants: str) -> None:
     case, claim = OUTSIDE[wants]
-    assert Claims().refusal(case) == wants
+    less: dict[str, Any] = {"dims": (32, 64)} if wants == "head dimension 48" else {}
+    assert Claims(**less).refusal(case) == wants
     assert Claims(**claim).refusal(case) == ""
+
+
+LESS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "a causal mask": (Case(causal=True, grad="none"), {"masks": ("full",)}),
+    "calls without a mask": (Case(grad="none"), {"masks": ("causal",)}),
+    "head dimensions not multiples of 8": (Case(dim=20, dim_v=20, grad="none"), {"dims_multiple_of": 8}),
+    "a scale other than the default": (Case(scale=0.25, grad="none"), {"default_scale": True}),
+    "a scale of 0 or less": (Case(scale=0.0, grad="none"), {"positive_scale": True}),
+    "a scale beyond 2": (Case(scale=-3.0, grad="none"), {"largest_scale": 2.0}),
+    "rows past the last sequence": (
+        Case(lengths=((4, 4),), past=(1, 0), layout="bshd", grad="none"),
+        {"ragged": True, "past_rows": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("wants", LESS)
+def test_what_is_assumed_need_not_be_claimed(wants: str) -> None:
+    case, claim = LESS[wants]
+    assert Claims(**claim).refusal(case) == wants
+    assert replace(Claims(**claim), **{name: getattr(WIDEST, name) for name in claim}).refusal(case) == ""
+
+
+WIDEST = Claims(ragged=True)
+
+
+@pytest.mark.parametrize("contiguous", ["bhsd", "bshd", "sbhd"])
+def test_contiguous_is_what_an_implementation_knows_as_that(contiguous: str) -> None:
+    claims = Claims(contiguous=contiguous, ragged=True)
+    dense = Case(grad="none", batch=2)
+    ragged = Case(grad="none", lengths=((3, 3),), layout="bshd")
+    assert claims.narrowed(dense) == replace(dense, layout=contiguous)
+    assert claims.refusal(claims.narrowed(dense)) == claims.refusal(ragged) == ""
+    assert claims.narrowed(ragged) == ragged
+    for layout in {"bhsd", "bshd", "offset"} - {contiguous, "bhsd"}:
+        other = replace(dense, layout=layout)
+        assert claims.narrowed(other) == other
+        assert claims.refusal(other) == "inputs that are not contiguous"
+    anything = replace(claims, strided=True)
+    assert anything.narrowed(dense) == dense and anything.refusal(dense) == ""
+
+
+def test_the_gradient_of_the_lse_is_contiguous_where_inputs_must_be() -> None:
+    assert Claims(contiguous="bshd").layout_of_d_lse("bshd") == "bhsd"
+    assert Claims(strided=True).layout_of_d_lse("bshd") == "bshd"
 
 
 @pytest.mark.parametrize("nothing", ["batch", "len_q", "len_k"])

@@ -23,7 +23,7 @@ from reports.records import Record, Verdict
 
 from ..cases import Case, parse_case
 from ..comparison import compare
-from ..execution import BESIDE, REPEATS, SHAPE, UNCHANGED
+from ..execution import BESIDE, FOLLOWS, OWN_MEMORY, REPEATS, SHAPE, UNCHANGED
 from ..implementations import Implementation, load
 from ..session import interpreted
 from . import stream
@@ -96,9 +96,9 @@ def property_of(verdict: Verdict) -> str:
     rule = verdict.rule
     if rule == "does not raise":
         return "raises"
-    if rule in (BESIDE, UNCHANGED):
+    if rule in (BESIDE, UNCHANGED, OWN_MEMORY):
         return "memory"
-    if rule.startswith(tuple(REPEATS)):
+    if rule.startswith((*REPEATS, FOLLOWS)):
         return "surroundings"
     if rule == SHAPE:
         return "contract"
