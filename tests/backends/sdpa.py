@@ -23,8 +23,8 @@ HALF = ("float16", "bfloat16")
 REFUSED = "No available kernel"
 """In what PyTorch raises where the only backend allowed does not take a case."""
 
-# is_causal is aligned at the top left. Several query heads a KV head are claimed of MATH alone: how the others
-# round dk and dv of each head before a group's are added up was not measured yet
+# is_causal is aligned at the top left. Several query heads a KV head are claimed of MATH alone: how the
+# others round dk and dv of each head before a group's are added up was not measured yet
 _ALL = Claims(
     dtypes=HALF,
     devices=("cuda",),

@@ -231,7 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "current-device-not-changed",
         KIND,
-        "Kernels are launched on the current device, not on that of the tensors. Needs two GPUs.",
+        "Kernels are launched on the current device, not on that of the tensors.",
         (
             Change(
                 "launch.py",
@@ -239,9 +239,9 @@ MUTANTS: tuple[Mutant, ...] = (
                 "    return contextlib.nullcontext()",
             ),
         ),
-        witness="tests/test_flash_attention_gpu.py::test_tensors_on_a_device_that_is_not_the_current_one",
+        witness="tests/test_flash_attention_devices.py"
+        "::test_every_kernel_is_launched_while_the_device_of_the_tensors_is_current",
         report="M7",
-        lane="gpu",
     ),
     Mutant(
         "gradients-of-a-group-by-atomics",
