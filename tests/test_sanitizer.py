@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .sanitizer import ENVIRONMENT, FOUND, MISSING, command
+
 pytestmark = pytest.mark.usefixtures("gpu")
 
 ROOT = Path(__file__).parent.parent
-FOUND = 9
-"""Exit status of the sanitizer where it found something."""
-
-OPTIONS = {"memcheck": ("--padding", str(2**16))}
-"""Without padding what lies beyond an allocation may belong to the next one, where reads are legal."""
 
 
 def sanitized(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
-    command = [program, "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", str(FOUND)]
-    command += [sys.executable, "-m", "tests.sanitized", *arguments]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    words = command(tool, *arguments)
+    if not words:
+        pytest.skip(MISSING)
+    environment = os.environ | ENVIRONMENT
+    run = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     if "Target application terminated before first instrumented API call" in run.stdout:
         pytest.skip("compute-sanitizer cannot attach here")
     return run

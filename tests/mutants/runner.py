@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from .. import sanitizer
 from .mutant import DoesNotApply, Lane, Mutant, plant
 from .score import Event, Seen
 
@@ -29,7 +29,6 @@ TEST_SECONDS = 400
 QUIET_SECONDS = 20
 """Of cases, where they should find nothing: the mutant is equivalent, or a test is what sees it."""
 
-SANITIZER_FOUND = 9
 OUTCOMES = (
     "wrong result", "crash", "hang", "compile error", "survived", "does not apply", "not run", "witness only"
 )  # fmt: skip
@@ -279,16 +278,12 @@ def _test(mutant: Mutant, folder: Path, score: Score) -> None:
 
 
 def _sanitize(mutant: Mutant, folder: Path, score: Score) -> None:
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        score.trouble = "needs compute-sanitizer, which comes with the CUDA toolkit"
+    command = sanitizer.command(mutant.witness)
+    if not command:
+        score.trouble = sanitizer.MISSING
         return
     started = time.time()
-    command = [program, "--tool", mutant.witness, "--error-exitcode", str(SANITIZER_FOUND)]
-    if mutant.witness == "memcheck":  # what lies beyond an allocation must not belong to the next one
-        command += ["--padding", str(2**16)]
-    command += [sys.executable, "-m", "tests.sanitized"]
-    kept = environment(mutant.lane, folder) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    kept = environment(mutant.lane, folder) | sanitizer.ENVIRONMENT
     try:
         run = subprocess.run(
             command, cwd=folder, env=kept, capture_output=True, text=True, timeout=TEST_SECONDS
@@ -297,7 +292,7 @@ def _sanitize(mutant: Mutant, folder: Path, score: Score) -> None:
         score.trouble = f"no answer within {TEST_SECONDS} s"
         return
     score.seconds = time.time() - started
-    if run.returncode == SANITIZER_FOUND:
+    if run.returncode == sanitizer.FOUND:
         rule = f"compute-sanitizer --tool {mutant.witness}"
         score.found["sanitizer"] = Found(1, score.seconds, 1.0, rule, mutant.witness)
         score.witness["sanitizer"] = (1.0, rule)
