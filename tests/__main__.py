@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .gpu_paths import suite_status
+from .gpu_paths import joined, suite_status
 
 if __name__ == "__main__":
-    sys.exit(suite_status(pytest.main(sys.argv[1:])))
+    sys.exit(suite_status(pytest.main(joined(sys.argv[1:]))))

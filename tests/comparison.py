@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
@@ -212,7 +213,10 @@ def judged(
         status = "broken"
         reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
         with clock("diagnosis"):
-            diagnosis = diagnose(pieces, _calls[implementation.name])
+            diagnosis = [
+                *diagnose(pieces, _calls[implementation.name]),
+                *_undeclared(failed, execution, prepared, claims.rounding, outcome.tiles),
+            ]
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
     if not case.ragged:
@@ -226,6 +230,27 @@ def judged(
         diagnosis=diagnosis,
         seconds=clock.seconds,
     )
+
+
+def _undeclared(
+    failed: list[Verdict], execution: Execution, prepared: Prepared, rounding: Rounding, tiles: Tiles | None
+) -> Iterator[str]:
+    """What an implementation may have to declare about its roundings: with it nothing would be red."""
+    if any(v.reference == "contract" or v.rule == "finite where it should be" for v in failed):
+        return
+    for name in ("heads_rounded_before_group_sum", "p_rounded_before_ds", "l_from_rounded_p"):
+        if getattr(rounding, name):
+            continue
+        declared: Rounding = dataclasses.replace(rounding, **dict[str, Any]({name: True}))
+        if all(
+            verdict.held
+            for part, references in prepared.parts
+            for verdict in references.judged(
+                {tensor: part.of(tensor, x) for tensor, x in execution.results.items()},
+                {}, declared, tiles, _Clock(),
+            )[0]
+        ):  # fmt: skip
+            yield f"likely: it holds if a manifest declares {name} = true"
 
 
 _calls: defaultdict[str, Calls] = defaultdict(Calls)

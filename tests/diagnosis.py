@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -282,6 +282,8 @@ def earlier_call(pieces: Sequence[Piece], calls: Calls) -> Iterator[str]:
     (piece,) = pieces
     x, wrong = piece.results["out"], piece.fits["out"].wrong
     for which, call in calls.of_shape(x.shape):
+        if call.case.dtype != piece.case.dtype or _same_numbers(call.case, piece.case):
+            continue
         signed = [Fit.of(sign * call.out.value, piece.exact.out, call.dtype) for sign in (1, -1)]
         if any(fit.within.all() for fit in signed):
             continue  # of the same inputs: that would tell nothing
@@ -291,6 +293,12 @@ def earlier_call(pieces: Sequence[Piece], calls: Calls) -> Iterator[str]:
             if sentences := list(_sure(fit.within | ~fit.judged, fit.judged & wrong, wrong, words)):
                 yield from sentences
                 return
+
+
+def _same_numbers(one: Case, other: Case) -> bool:
+    """Whether two cases have the same inputs, whatever is asked of them."""
+    asked = {name: getattr(other, name) for name in ("causal", "scale", "layout", "grad", "d_lse")}
+    return replace(one, **asked) == other
 
 
 # ---------------------------------------------------------------- how sure that is
@@ -303,7 +311,9 @@ def _explained(pieces: Sequence[Piece], tried: Sequence[Mapping[str, Fit]], word
         wrong = _joined(piece.fits[name].wrong for piece in pieces)
         within = _joined(fits[name].within | ~fits[name].judged for fits in tried)
         judged = _joined(fits[name].judged for fits in tried)
-        if how := _how_sure(within, judged, wrong & judged):
+        if (wrong & ~judged).any():  # with those options nothing could be said about what is wrong
+            continue
+        if how := _how_sure(within, judged, wrong):
             found.setdefault(how, []).append(name)
     for how, names in found.items():
         yield f"{how}: {', '.join(names)} {'are' if len(names) > 1 else 'is'} {words}"

@@ -6,6 +6,7 @@ Written in units of the tiles of the implementation under test, so that an edge 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from .cases import DTYPES, LAYOUTS, REGIMES, Case
@@ -19,6 +20,12 @@ def edges(tile: tuple[int, int], interpreted: bool) -> list[Case]:
         interpreted: leave out what takes minutes in the interpreter.
     """
     return list(dict.fromkeys((*_dense(tile, interpreted), *_ragged(tile, interpreted))))
+
+
+def long() -> list[Case]:
+    """Lengths past any usual tile, for implementations whose tiles are not known."""
+    some = Case(heads_q=2, heads_kv=2, len_q=641, len_k=641, dim=64, dim_v=64)
+    return [replace(some, dtype=dtype, causal=causal) for dtype in DTYPES for causal in (False, True)]
 
 
 def _dense(tile: tuple[int, int], interpreted: bool) -> Iterator[Case]:

@@ -193,6 +193,27 @@ def combine(statuses: Iterable[int]) -> int:
     return min((status for status in statuses if status != HELD), default=HELD)
 
 
+WITH_VALUE = (
+    "--impl", "--manifest", "--case", "--profile", "--examples", "--hang-after", "--known-failures"
+)  # fmt: skip
+"""The suite's options that take a value."""
+
+
+def joined(arguments: Iterable[str]) -> list[str]:
+    """Arguments with the values of the suite's options joined to them by `=`.
+
+    pytest knows these options only once it has found conftest.py, which it looks for where the files among
+    its arguments are: a value that is a file elsewhere would lead it there.
+    """
+    found: list[str] = []
+    for argument in arguments:
+        if found and found[-1] in WITH_VALUE:
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     machine = ask_machine()
     if reason := why_unusable(machine):
@@ -205,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         "OMP_NUM_THREADS": "1",
     }
     reports = Path(os.environ.get("FA_REPORT_DIR") or ROOT / "reports" / "out").resolve()
-    command = [sys.executable, "-m", "pytest", "--require-gpu", *arguments]
+    command = [sys.executable, "-m", "pytest", "--require-gpu", *joined(arguments)]
 
     print(f"gpu: {', '.join(map(str, machine.gpus))}; PyTorch {machine.torch}, CUDA {machine.cuda}")
     statuses: dict[str, int] = {}

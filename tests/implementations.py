@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -389,7 +389,13 @@ def callable_of(spec: str, given_by: str = "--impl", folder: Path | None = None)
     return function
 
 
+def _ended(status: int) -> NoReturn:
+    raise SystemExit(status)
+
+
 def _module(source: str, given: str, folder: Path) -> Any:
+    leave = os._exit
+    os._exit = _ended  # a module that ends this process would leave it with status 0
     try:
         if not source.endswith(".py"):
             sys.path.insert(0, str(folder))
@@ -418,6 +424,8 @@ def _module(source: str, given: str, folder: Path) -> Any:
         raise ImplementationError(
             f"{given}: importing {source} failed: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        os._exit = leave
 
 
 NO_BFLOAT16 = "bfloat16 is claimed, and wrong in Triton's interpreter: it needs a GPU"
@@ -427,22 +435,23 @@ def bfloat16_is_wrong_here() -> bool:
     """Whether Triton's interpreter runs kernels that are not ours: it takes the bits of bfloat16 for whole
     numbers, which ours know. To be asked when the modules that have the kernels are loaded.
     """
+    return bool(foreign_kernels())
+
+
+def foreign_kernels() -> list[str]:
+    """The loaded modules that have kernels which Triton interprets, but for ours, our tests' and Triton's."""
     import triton
 
     if not triton.knobs.runtime.interpret:
-        return False
+        return []
     from triton.runtime.interpreter import InterpretedFunction
 
-    foreign = [
-        module
+    return [
+        name
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] not in ("kernels", "tests", "torch", "triton")
+        and any(isinstance(x, InterpretedFunction) for x in list(getattr(module, "__dict__", {}).values()))
     ]
-    return any(
-        isinstance(x, InterpretedFunction)
-        for module in foreign
-        for x in list(getattr(module, "__dict__", {}).values())
-    )
 
 
 def foreign_path(device: torch.device) -> str:

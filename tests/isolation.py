@@ -320,7 +320,8 @@ class Isolation:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
         """Tells in the report of a test which case ended its worker, and how."""
-        death = self.died[report.node.gateway.id]
+        # a worker that ends as if the user had interrupted it is no death
+        death = self.died.get(report.node.gateway.id, Death("it ended as if it were interrupted", "", None))
         record = death.record
         report.location = (report.location[0], None, crashitem.rpartition("::")[2])
         if record is None:

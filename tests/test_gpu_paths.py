@@ -133,8 +133,8 @@ def test_all_paths_run_each_with_its_own_results(
 
     assert gpu_paths.main(["--case", "x"]) == gpu_paths.BROKE
 
-    assert (tmp_path / "out/native/seen").read_text() == " --require-gpu --case x"
-    assert (tmp_path / "out/sm80/seen").read_text() == "sm80 --require-gpu --case x"
+    assert (tmp_path / "out/native/seen").read_text() == " --require-gpu --case=x"
+    assert (tmp_path / "out/sm80/seen").read_text() == "sm80 --require-gpu --case=x"
     assert "path native: something broke (1)" in capfd.readouterr().out
 
 
@@ -147,3 +147,23 @@ def test_no_visible_gpu_is_status_3_and_runs_nothing(
     assert gpu_paths.main([]) == gpu_paths.NOTHING_RAN
 
     assert capfd.readouterr().err.startswith("gpu: ")
+
+
+def test_values_that_are_files_elsewhere_do_not_lead_pytest_there() -> None:
+    given = [
+        "-q",
+        "--manifest",
+        "../k.toml",
+        "--impl=x.py:f",
+        "--case",
+        "a",
+        "--case",
+        "b",
+        "-k",
+        "edge",
+        "tests",
+    ]
+    assert gpu_paths.joined(given) == [
+        "-q", "--manifest=../k.toml", "--impl=x.py:f", "--case=a", "--case=b", "-k", "edge", "tests"
+    ]  # fmt: skip
+    assert gpu_paths.joined(["--manifest"]) == ["--manifest"]

@@ -19,7 +19,7 @@ from conftest import SEED, SESSION
 from .cases import Case
 from .comparison import explain
 from .corpus import read_corpus
-from .edges import edges
+from .edges import edges, long
 from .recipes import recipes
 from .session import Broke, Session, interpreted
 from .strategies import PROFILES, SHARD, cases, generation, shard_of
@@ -59,6 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             found = read_corpus()
         else:
             found = edges(session.tile(Case(dim=32, dim_v=32)), interpreted())
+            found += long() if session.implementation.tiles is None else []
         metafunc.parametrize("case", list(dict.fromkeys(map(narrowed, found))), ids=lambda case: case.id)
     if "shard" in metafunc.fixturenames:
         profile = PROFILES[config.option.profile]

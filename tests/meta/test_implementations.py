@@ -221,3 +221,9 @@ def test_a_case_outside_of_the_claims_is_recorded_and_not_run() -> None:
 )
 def test_a_code_path_names_the_variables_that_lead_to_it(path: str, variables: dict[str, str]) -> None:
     assert environment(path) == variables
+
+
+def test_a_module_that_ends_the_process_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(ImplementationError, match=r"importing .*ends.py failed: SystemExit: 0"):
+        load(f"{tmp_path}/ends.py:attention")

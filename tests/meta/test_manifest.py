@@ -19,7 +19,7 @@ from reports import records
 from tests import backends
 from tests.cases import DTYPES, Case
 from tests.edges import edges
-from tests.implementations import Claims, Implementation, ImplementationError, load
+from tests.implementations import Claims, Implementation, ImplementationError, foreign_kernels, load
 from tests.manifest import KEYS, ManifestError, claims_of, main, read
 from tests.meta.test_command_line import ROOT, suite
 from tests.session import BROKE, HELD, NOTHING_EXECUTED, WRONG_USE, interpreted
@@ -64,8 +64,9 @@ number = 7
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with functions of each convention; the user stands elsewhere."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in [name for name in sys.modules if name.startswith("implementation_under_test_")]:
-        monkeypatch.delitem(sys.modules, name)  # a process has one otherwise
+    loaded = [name for name in sys.modules if name.startswith("implementation_under_test_")]
+    for name in dict.fromkeys([*loaded, *foreign_kernels()]):  # other tests'; a process has one otherwise
+        monkeypatch.delitem(sys.modules, name)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "mine.py").write_text(MINE)

@@ -154,6 +154,16 @@ def test_heads_rounded_one_by_one_are_red_where_it_is_not() -> None:
     assert {v.tensor for v in record.verdicts if not v.held} == {"dv"}
 
 
+def test_what_has_to_be_declared_is_said() -> None:
+    case = replace(GROUPS[0], values="tiny")
+    undeclared = compared(case, Rounding(), of_head=half(case.dtype))
+    assert (
+        "likely: it holds if a manifest declares heads_rounded_before_group_sum = true"
+        in undeclared.diagnosis
+    )
+    assert not any("manifest" in said for said in compared(BASE, TF32, to_bfloat16).diagnosis)
+
+
 def test_products_that_do_not_exist_are_named() -> None:
     with pytest.raises(ValueError, match="products is 'fp8'; it may be ieee or tf32"):
         Rounding(products="fp8")
