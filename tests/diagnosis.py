@@ -8,7 +8,7 @@ explains and decides nothing: whether a result is right is decided by `judge`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -230,7 +230,21 @@ def other_options(pieces: Sequence[Piece]) -> Iterator[str]:
             {name: Fit.of(x, getattr(other, name), other.dtype) for name, x in piece.results.items()}
             for piece, other in zip(pieces, exact, strict=True)
         ]
-        yield from _explained(pieces, tried, f"as with {words}")
+        # where what is right fits them too, they tell nothing
+        vague = {name for name in _tensors(pieces) if _alike(name, pieces, exact)}
+        yield from _explained(pieces, tried, f"as with {words}", vague)
+
+
+def _alike(name: str, pieces: Sequence[Piece], others: Sequence[Result]) -> bool:
+    """Whether the right values of a tensor would do for other exact ones too, in most of what is wrong."""
+    would_do = [
+        Fit.of(getattr(piece.exact, name).value, getattr(other, name), other.dtype).within[
+            piece.fits[name].wrong
+        ]
+        for piece, other in zip(pieces, others, strict=True)
+    ]
+    found = _joined(would_do)
+    return bool(found.size) and bool(found.mean() > 0.5)
 
 
 def _options(cases: Sequence[Case]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -304,10 +318,14 @@ def _same_numbers(one: Case, other: Case) -> bool:
 # ---------------------------------------------------------------- how sure that is
 
 
-def _explained(pieces: Sequence[Piece], tried: Sequence[Mapping[str, Fit]], words: str) -> Iterator[str]:
-    """The tensors that a hypothesis explains, as one sentence for each degree of certainty."""
+def _explained(
+    pieces: Sequence[Piece], tried: Sequence[Mapping[str, Fit]], words: str, vague: Container[str]
+) -> Iterator[str]:
+    """The tensors that a hypothesis explains, but for some, as one sentence for each degree of certainty."""
     found: dict[str, list[str]] = {}
     for name in _tensors(pieces):
+        if name in vague:
+            continue
         wrong = _joined(piece.fits[name].wrong for piece in pieces)
         within = _joined(fits[name].within | ~fits[name].judged for fits in tried)
         judged = _joined(fits[name].judged for fits in tried)

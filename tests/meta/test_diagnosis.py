@@ -161,6 +161,31 @@ def test_the_result_of_an_earlier_call_of_the_shape_is_told() -> None:
     assert record.diagnosis == [f"certain: out is the result of an earlier call ({first.id})"]
 
 
+def test_the_same_numbers_in_another_dtype_or_at_another_scale_are_no_call_before() -> None:
+    """A result that is a little off is near what it was there: that is no cache."""
+
+    def hundredth(right: Any, *tensors: Tensor, **options: Any) -> Any:
+        out, lse = right(*tensors, **options)
+        return (out * 1.01 if out.dtype is torch.float32 else out), lse
+
+    assert record_of(hundredth, replace(FORWARD, dtype="bfloat16")).status == "held"
+    assert record_of(hundredth, replace(FORWARD, dtype="float16", scale=0.301)).status == "held"
+    record = record_of(hundredth, replace(FORWARD, dtype="float32"))
+    assert record.status == "broken" and not any("call" in said for said in record.diagnosis)
+
+
+def test_options_with_which_nothing_can_be_judged_explain_nothing() -> None:
+    """With scale 1 these scores' own errors are beyond 1."""
+
+    def last_column(right: Any, *tensors: Tensor, **options: Any) -> Any:
+        out, lse = right(*tensors, **options)
+        out[..., -1] *= 1.5
+        return out, lse
+
+    record = record_of(last_column, replace(FORWARD, values="very-negative", scale=None, causal=False))
+    assert record.status == "broken" and not any("scale=1" in said for said in record.diagnosis)
+
+
 def test_what_nearly_all_of_it_fits_is_likely() -> None:
     def mostly(right: Any, *tensors: Tensor, **options: Any) -> Any:
         out, lse = right(*tensors, **options)
