@@ -235,8 +235,13 @@ def judged(
 def _undeclared(
     failed: list[Verdict], execution: Execution, prepared: Prepared, rounding: Rounding, tiles: Tiles | None
 ) -> Iterator[str]:
-    """What an implementation may have to declare about its roundings: with it nothing would be red."""
-    if any(v.reference == "contract" or v.rule == "finite where it should be" for v in failed):
+    """What an implementation may have to declare about its roundings: with it nothing would be red.
+
+    One whose tiles are known has declared all: each try costs as much as the judgement did.
+    """
+    if tiles is not None or any(
+        v.reference == "contract" or v.rule == "finite where it should be" for v in failed
+    ):
         return
     for name in ("heads_rounded_before_group_sum", "p_rounded_before_ds", "l_from_rounded_p"):
         if getattr(rounding, name):

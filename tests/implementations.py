@@ -257,6 +257,7 @@ EVERY_DENSE_CASE = Claims(
     deterministic=True,
     deterministic_backward=True,
 )
+EVERY_CASE = replace(EVERY_DENSE_CASE, ragged=True)
 
 
 @dataclass(frozen=True)
@@ -487,7 +488,7 @@ def _own() -> Implementation:
             )
         })  # fmt: skip
 
-    claims = replace(EVERY_DENSE_CASE, largest_scale=LARGEST_SCALE, ragged=True)
+    claims = replace(EVERY_CASE, largest_scale=LARGEST_SCALE)
     return Implementation(OWN, flash_attention, claims, path, tiles, flash_attention_varlen)
 
 

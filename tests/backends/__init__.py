@@ -16,19 +16,17 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ..implementations import EVERY_DENSE_CASE, OWN, Implementation, ImplementationError, native_path
+from ..implementations import EVERY_CASE, OWN, Implementation, ImplementationError, native_path
 from . import emulated, flex, packages, plain, sdpa
 from .sdpa import REFUSED
 
 __all__ = ["BUILT_IN", "EMULATION", "NAMES", "REFUSED", "TRITON", "available", "load"]
 
 EMULATION = "emulation"
-
-PLAIN = replace(EVERY_DENSE_CASE, ragged=True)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class _Entry:
 
 
 def _plain(name: str) -> Implementation:
-    return Implementation(name, plain.attention, PLAIN, native_path, varlen=plain.attention_varlen)
+    return Implementation(name, plain.attention, EVERY_CASE, native_path, varlen=plain.attention_varlen)
 
 
 _ENTRIES = {

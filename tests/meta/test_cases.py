@@ -17,23 +17,11 @@ from hypothesis import strategies as st
 from tests.cases import DTYPES, GRADIENTS, LAYOUTS, REGIMES, Case, parse_case
 from tests.corpus import read_corpus
 from tests.edges import edges
-from tests.implementations import Claims
+from tests.implementations import EVERY_CASE, Claims
 from tests.recipes import recipes
 from tests.strategies import DIMS, PROFILES, SHARD, SMALL_DIMS, cases, generation, shard_of
 
-EVERYTHING = Claims(
-    dtypes=DTYPES,
-    equal_dims=False,
-    gqa=True,
-    cross_lengths=True,
-    dead_rows=True,
-    empty=True,
-    backward=True,
-    lse=True,
-    lse_grad=True,
-    strided=True,
-    ragged=True,
-)
+EVERYTHING = EVERY_CASE
 NARROW = Claims()
 SMALL_TILE, GPU_TILE = (32, 32), (128, 64)
 """Query and key rows of a tile in the interpreter, and one as on a GPU."""

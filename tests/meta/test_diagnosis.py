@@ -15,10 +15,9 @@ from reports.records import Record
 from tests.backends import plain
 from tests.cases import Case
 from tests.comparison import compare, explain
-from tests.implementations import EVERY_DENSE_CASE, Implementation
+from tests.implementations import EVERY_CASE, Implementation
 
 CPU = torch.device("cpu")
-CLAIMS = replace(EVERY_DENSE_CASE, ragged=True)
 CASE = Case(batch=3, heads_q=4, heads_kv=2, len_q=33, len_k=40, causal=True, scale=0.3, d_lse=True)
 FORWARD = replace(CASE, grad="none", d_lse=False)
 
@@ -35,7 +34,7 @@ def record_of(spoil: Callable[..., Any], case: Case = CASE) -> Record:
 
         return spoil(right, *tensors[:3], **options)
 
-    mine = Implementation(f"mine {spoil}", dense, CLAIMS, lambda device: "cpu", varlen=ragged)
+    mine = Implementation(f"mine {spoil}", dense, EVERY_CASE, lambda device: "cpu", varlen=ragged)
     return compare(case, mine, CPU, hostile=False)
 
 
