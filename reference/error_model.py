@@ -138,13 +138,22 @@ class ErrorModel:
     def _operand_step(self, x: Array) -> Array:
         return np.zeros_like(x) if self.operand is None else self.operand.half_step(x)
 
-    def _operands(self, x: Array) -> list[Array]:
-        """x as it may enter a product, where that acts in step."""
+    def _operands(self, x: Array, error: Array | float = 0.0) -> list[Array]:
+        """x as it may enter a product, where that acts in step.
+
+        Cut off, what is exactly a number of the operand's dtype loses a whole step if it comes out a little
+        low: the P of a row that sees one key is 1 or 1 - 2^-11.
+
+        Args:
+            x: exact.
+            error: standard deviation of what is cut off.
+        """
         if self.operand is None:
             return []
         places = [self.operand.rounded(x)]
         if self.operand is TF32:
-            places.append(TF32.truncated(x))
+            low = np.copysign(np.maximum(np.abs(x) - error, 0.0), x)
+            places += [TF32.truncated(x), TF32.truncated(low)]
         return [np.where(np.isfinite(place), place, x) for place in places]
 
     def _beta(self, n: int) -> float:
@@ -253,7 +262,8 @@ class ErrorModel:
         t.dS_terms = t.P * (dP_terms + (r.delta_terms + np.abs(t.d_lse))[..., None])
         # the tensor core's truncation of dP moves all of dS in step
         t.dS_truncation = -self._beta(Dv) * t.P * t.dP
-        t.exact_alternatives = self._dS_alternatives(t.dS)
+        t.dS_error = np.hypot(t.p_sigma * t.dS, np.sqrt(t.pull_variance))
+        t.exact_alternatives = self._dS_alternatives(t.dS, t.dS_error)
         t.in_step = self._rows_in_step(t)
 
     def _rows_in_step(self, t: Block) -> list[tuple[int, NDArray[np.intp]]]:
@@ -296,17 +306,18 @@ class ErrorModel:
         # fp16: beyond this a rounded dS is infinite
         reach = max(1.0, abs(scale)) * (t.size + t.dS_bound)
         t.overflows = reach >= self.dtype.overflow
-        t.given_alternatives = [self._dS_alternatives(dS) for dS in given]
+        t.given_alternatives = [self._dS_alternatives(dS, t.dS_error) for dS in given]
         t.p_first = [[], *([] for _ in given)]  # what rounding P before dS adds to each hypothesis
         if self.rounding.p_rounded_before_ds:
-            for P in self._operands(t.P):
+            for P in self._operands(t.P, t.P * t.p_sigma):
                 for added, pull in zip(t.p_first, [t.pull, *pulls], strict=True):
                     added.append(P * pull)
 
-    def _dS_alternatives(self, dS: Array) -> list[Array]:
-        places = [dS, *self._operands(dS)]
+    def _dS_alternatives(self, dS: Array, error: Array) -> list[Array]:
+        places = [dS, *self._operands(dS, error)]
         if self.scale:
-            places += [place / self.scale for place in self._operands(self.scale * dS)]
+            scaled = self._operands(self.scale * dS, abs(self.scale) * error)
+            places += [place / self.scale for place in scaled]
         return places
 
     def exact_dq(self, t: Block) -> None:
@@ -410,7 +421,7 @@ class ErrorModel:
         variance = per_row @ dO2 + summed + last
         error = self.cut_off * t.hP + t.P * t.p_bound + FLUSHED
         b0 = by_head.bound(_T(error) @ dO + sum_bound(n) * (_T(t.P + error) @ dO))
-        alternatives = [dv, *(_T(P) @ t.d_out for P in self._operands(t.P))]
+        alternatives = [dv, *(_T(P) @ t.d_out for P in self._operands(t.P, t.P * t.p_sigma))]
         truncated = -self._beta(n) * dv, by_head.shift
         low, high = _hull(alternatives, *truncated)
         flips = flip_variance(t.hP, t.P * t.p_sigma + FLUSHED)

@@ -57,6 +57,7 @@ class Claims:
         default_scale: the scale must be D ** -0.5.
         gqa: Hq may be a multiple of Hkv.
         cross_lengths: Sq and Sk may differ.
+        fewest_keys: of a dense problem or a sequence that has any.
         causal_alignment: which key the first query sees, if causal and Sq and Sk differ: "bottom-right" (the
             last query sees the last key) or "top-left" (the first query sees the first key). Cases are of the
             former.
@@ -72,6 +73,8 @@ class Claims:
         past_rows: a ragged batch may have rows past its last sequence.
         deterministic: the forward gives the same bits in every run, whatever memory holds beside the inputs.
         deterministic_backward: so do the gradients.
+        batch_invariant: what gives the same bits in every run also does so wherever in the batch, among the
+            heads and in memory it lies.
         rounding: where it rounds.
     """
 
@@ -88,6 +91,7 @@ class Claims:
     default_scale: bool = False
     gqa: bool = False
     cross_lengths: bool = False
+    fewest_keys: int = 1
     causal_alignment: str = "bottom-right"
     dead_rows: bool = False
     empty: bool = False
@@ -100,11 +104,20 @@ class Claims:
     past_rows: bool = True
     deterministic: bool = False
     deterministic_backward: bool = False
+    batch_invariant: bool = False
     rounding: Rounding = OURS
 
     def repeatable(self, tensor: str) -> bool:
         """Whether a result ("out", "lse", "dq", ...) is claimed to be the same bit for bit in each run."""
         return self.deterministic_backward if tensor.startswith("d") else self.deterministic
+
+    def invariant(self, tensor: str) -> bool:
+        """Whether a result is claimed to have the same bits wherever it is computed."""
+        return self.batch_invariant and self.repeatable(tensor)
+
+    def takes_keys(self, keys: int) -> bool:
+        """Whether so many keys are claimed; none are `empty`."""
+        return keys == 0 or keys >= self.fewest_keys
 
     def takes_dim(self, dim: int) -> bool:
         """Whether a head dimension is within the range, or among the only ones; multiple or not."""
@@ -162,7 +175,10 @@ class Claims:
         if of_any and not (crosses or case.ragged or case.empty):
             lengths = case.len_q, case.len_k
             length = max(lengths) if max(lengths) <= LONGEST_SQUARE else min(lengths)
+            length = max(length, self.fewest_keys)
             changes |= {"len_q": length, "len_k": length}
+        elif of_any and not (case.ragged or self.takes_keys(case.len_k)):
+            changes["len_k"] = self.fewest_keys
         return replace(case, **changes)
 
     def _nearest_dim(self, dim: int) -> int:
@@ -191,6 +207,7 @@ class Claims:
             "Dv != D": case.dim == case.dim_v or not self.equal_dims,
             "several query heads a KV head": case.heads_q == case.heads_kv or self.gqa,
             "Sq != Sk": square or self.cross_lengths,
+            f"fewer than {self.fewest_keys} keys": all(self.takes_keys(len_k) for _, len_k in case.pairs),
             "a causal mask aligned at the bottom right": (
                 square or not case.causal or self.causal_alignment == "bottom-right" or not self.cross_lengths
             ),
@@ -222,6 +239,7 @@ class Claims:
             "gradients through the lse": self.lse_grad or not (self.backward and self.lse),
             "several query heads a KV head": self.gqa,
             "Sq != Sk": self.cross_lengths,
+            f"fewer than {self.fewest_keys} keys": self.fewest_keys == 1,
             "Sq != Sk under a causal mask aligned at the bottom right": (
                 not self.cross_lengths or self.causal_alignment == "bottom-right"
             ),
@@ -239,6 +257,7 @@ class Claims:
             "rows past the last sequence": self.past_rows or not self.ragged,
             "the same bits in every run": self.deterministic,
             "the same bits of gradients in every run": self.deterministic_backward or not self.backward,
+            "the same bits wherever in the batch": self.batch_invariant or not self.deterministic,
         }
         return [what for what, claimed in said.items() if not claimed]
 
@@ -256,6 +275,7 @@ EVERY_DENSE_CASE = Claims(
     strided=True,
     deterministic=True,
     deterministic_backward=True,
+    batch_invariant=True,
 )
 EVERY_CASE = replace(EVERY_DENSE_CASE, ragged=True)
 

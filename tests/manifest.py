@@ -43,7 +43,7 @@ DEVICES = ("cpu", "cuda")
 LAYOUTS = ("bhsd", "bshd", "sbhd")
 """In which a dense batch may be contiguous: their dimensions, the outermost first."""
 
-LARGEST_DIM, LARGEST_TILE = 4096, 1024
+LARGEST_DIM, LARGEST_TILE, FEWEST_KEYS = 4096, 1024, 64
 
 
 class ManifestError(ImplementationError):
@@ -114,6 +114,7 @@ DIMS = Kind(
     f" number between that is a multiple; from 1 to {LARGEST_DIM}",
     _is_dims,
 )
+KEYS_OF_A_CALL = Kind(f"a whole number from 1 to {FEWEST_KEYS}", lambda x: _is_whole(x, 1, FEWEST_KEYS))
 TILE = Kind(f"two whole numbers from 8 to {LARGEST_TILE}, of queries and of keys", _is_tile)
 SCALE = Kind(f"a number from 1 to {Claims().largest_scale:.8g}", _is_scale)
 
@@ -163,6 +164,7 @@ KEYS: dict[str, Key] = {
     "largest_scale": Key(None, SCALE, "the largest magnitude of a scale; if left out, any", 1e30),
     "gqa": Key(False, SWITCH, "several query heads may share a KV head"),
     "cross_lengths": Key(False, SWITCH, "Sq and Sk may differ"),
+    "fewest_keys": Key(1, KEYS_OF_A_CALL, "the shortest K and V that it takes, but for empty ones"),
     "dead_rows": Key(False, SWITCH, "a query may see no key: its out is 0, its lse -inf"),
     "empty": Key(False, SWITCH, "B, Sq, Sk or the length of a sequence may be 0"),
     "contiguous": Key(
@@ -183,6 +185,11 @@ KEYS: dict[str, Key] = {
     "lse_grad": Key(False, SWITCH, "gradients flow through the lse too"),
     "deterministic": Key(False, SWITCH, "the forward gives the same bits in every run"),
     "deterministic_backward": Key(False, SWITCH, "the backward gives the same bits in every run"),
+    "batch_invariant": Key(
+        False, SWITCH,
+        "what gives the same bits in every run does so wherever in the batch, among the heads and in memory"
+        " it lies",
+    ),
     "tile": Key([64, 64], TILE, "query and key rows of its largest tiles: lengths about them are tested"),
     "p_rounded_before_ds": Key(False, SWITCH, "dS is formed from P already rounded to the dtype of q"),
     "l_from_rounded_p": Key(False, SWITCH, "rows are summed over P already rounded to the dtype of q"),
@@ -258,6 +265,9 @@ def _contradiction(v: Values) -> str:
         "deterministic_backward is true, and deterministic is false: gradients follow from out": (
             v["deterministic_backward"] and not v["deterministic"]
         ),
+        "batch_invariant is true, and deterministic is false": (
+            v["batch_invariant"] and not v["deterministic"]
+        ),
         f"lse is {v['lse']!r}, and convention is 'sdpa', which returns none": (
             v["lse"] != "none" and convention == "sdpa"
         ),
@@ -315,6 +325,7 @@ def claims_of(v: Values) -> Claims:
         default_scale=v["scales"] == "default",
         gqa=v["gqa"],
         cross_lengths=v["cross_lengths"],
+        fewest_keys=v["fewest_keys"],
         causal_alignment=v["causal_alignment"] or ALIGNMENT.get(convention, "bottom-right"),
         dead_rows=v["dead_rows"],
         empty=v["empty"],
@@ -327,6 +338,7 @@ def claims_of(v: Values) -> Claims:
         past_rows=v["past_rows"] or not _is_ragged(v),
         deterministic=v["deterministic"],
         deterministic_backward=v["deterministic_backward"],
+        batch_invariant=v["batch_invariant"],
         rounding=Rounding(**{name: v[name] for name in ROUNDING}),
     )
 

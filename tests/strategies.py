@@ -106,6 +106,9 @@ def pairs(
         len_q, len_k = max(len_q, 1), max(len_k, 1)
     if not claims.dead_rows:
         len_k = max(len_k, len_q if causal else min(len_q, 1))
+    if not claims.takes_keys(len_k):
+        len_k = claims.fewest_keys
+        len_q = len_q if crosses(claims, causal) else len_k
     return len_q, len_k
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,8 +24,7 @@ HALF = ("float16", "bfloat16")
 REFUSED = "No available kernel"
 """In what PyTorch raises where the only backend allowed does not take a case."""
 
-# is_causal is aligned at the top left. Several query heads a KV head are claimed of MATH alone: how the
-# others round dk and dv of each head before a group's are added up was not measured yet
+# is_causal is aligned at the top left
 _ALL = Claims(
     dtypes=HALF,
     devices=("cuda",),
@@ -34,6 +34,8 @@ _ALL = Claims(
     backward=True,
     deterministic=True,
 )
+# with enable_gqa, which EFFICIENT does not know
+_GROUPED: dict[str, Any] = {"gqa": True, "rounding": Rounding(heads_rounded_before_group_sum=True)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _Backend:
 
 BACKENDS = {
     # PyTorch pads head dimensions to multiples of 8; beyond 192 there is no backward on sm_86 and sm_89
-    "sdpa-flash": _Backend(SDPBackend.FLASH_ATTENTION, _ALL),
+    "sdpa-flash": _Backend(SDPBackend.FLASH_ATTENTION, replace(_ALL, **_GROUPED)),
     # Its float32 products are three of TF32's: operands are split into two parts, and what a third would
     # hold is lost. With one visible key out is v truncated to TF32 plus the rest rounded to it, bit for
     # bit, off by up to 2**-22. `Rounding` has no word for that yet
@@ -52,7 +54,10 @@ BACKENDS = {
         SDPBackend.EFFICIENT_ATTENTION,
         replace(_ALL, dims_multiple_of=8, equal_dims=False, rounding=Rounding(p_rounded_before_ds=True)),
     ),
-    "sdpa-cudnn": _Backend(SDPBackend.CUDNN_ATTENTION, replace(_ALL, largest_dim=128, dims_multiple_of=8)),
+    "sdpa-cudnn": _Backend(
+        SDPBackend.CUDNN_ATTENTION,
+        replace(_ALL, largest_dim=128, dims_multiple_of=8, fewest_keys=2, **_GROUPED),
+    ),
     # in float32 throughout; takes any scale and any strides, as the operations that it is made of do
     "sdpa-math": _Backend(
         SDPBackend.MATH,

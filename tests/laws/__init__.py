@@ -2,8 +2,8 @@
 
 A law compares calls of an implementation with each other, or one with a closed form. Where it holds to
 rounding, each side has its own hard bound (`magnitudes`), and the limit of a difference is their sum: no
-tolerance is tuned. Bitwise laws are judged so only where the implementation claims to be deterministic, to
-rounding elsewhere.
+tolerance is tuned. Bitwise laws are judged so only where the implementation claims to be deterministic, or
+batch invariant where something is computed at another place, to rounding elsewhere.
 """
 
 from __future__ import annotations

@@ -68,14 +68,14 @@ def permuted_entries(t: Trial) -> None:
         if len(order) < 2:
             raise NotApplicable("one sequence")
         for i, x in zip(order, t.call([t.problems[i] for i in order]), strict=True):
-            t.as_the_case(i, x)
+            t.as_the_case(i, x, elsewhere=True)
         return
     (p,) = t.problems
     if len(p.q) < 2:
         raise NotApplicable("one batch entry")
     moved = t.order(2, len(p.q))
     (x,) = t.call([_taken(p, 0, moved, "q k v d_out d_lse")])
-    t.as_the_case(0, x, lambda _, y: y[moved])
+    t.as_the_case(0, x, lambda _, y: y[moved], elsewhere=True)
 
 
 @law(lambda case: case if case.heads_kv > 1 else replace(case, heads_q=2 * case.heads_q, heads_kv=2))
@@ -91,7 +91,7 @@ def permuted_kv_heads(t: Trial) -> None:
     of_q = (of_k[:, None] * G + torch.arange(G, device=t.device)).flatten()
     moved = [_taken(_taken(p, 1, of_k, "k v"), 1, of_q, "q d_out d_lse") for p in t.problems]
     for i, x in enumerate(t.call(moved)):
-        t.as_the_case(i, x, lambda name, y: y[:, of_k if name in ("dk", "dv") else of_q])
+        t.as_the_case(i, x, lambda name, y: y[:, of_k if name in ("dk", "dv") else of_q], elsewhere=True)
 
 
 @law(lambda case: case if case.heads_q > case.heads_kv else replace(case, heads_q=2 * case.heads_kv))
@@ -106,7 +106,7 @@ def permuted_heads_of_a_group(t: Trial) -> None:
     order = (torch.arange(Hkv, device=t.device)[:, None] * G + t.order(4, G)).flatten()
     for i, x in enumerate(t.call([_taken(p, 1, order, "q d_out d_lse") for p in t.problems])):
         of_rows = {name: y for name, y in x.items() if name not in ("dk", "dv")}
-        t.as_the_case(i, of_rows, lambda _, y: y[:, order])
+        t.as_the_case(i, of_rows, lambda _, y: y[:, order], elsewhere=True)
         for name in x.keys() - of_rows.keys():
             t.near(name, x[name], t.base[i][name], 2 * t.bounds[i][name], t.about(i))
 
@@ -198,9 +198,9 @@ def layouts(t: Trial) -> None:
     problems = [_with_exact_delta(p, one_head=layout == "expanded") for p in t.problems]
     plain, found = t.call(problems), t.call(problems, layout=layout)
     for i, (p, x, expected) in enumerate(zip(problems, found, plain, strict=True)):
-        bound = None if t.claims.deterministic and not t.claims.backward else t.bounds_of(p)
+        bound = None if t.claims.invariant("out") and not t.claims.backward else t.bounds_of(p)
         for name, y in x.items():
-            if bound is None or (t.claims.repeatable(name) and not (
+            if bound is None or (t.claims.invariant(name) and not (
                 name in ("dq", "dk") and t.dtype.itemsize > 2
             )):  # fmt: skip
                 t.equal(name, y, expected[name], t.about(i))

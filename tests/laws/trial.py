@@ -183,6 +183,7 @@ class Trial:
                 "ragged batches": claims.ragged or not ragged,
                 "several query heads a KV head": claims.gqa or p.group == 1,
                 "Sq != Sk": claims.cross_lengths or p.Sq == p.Sk,
+                f"fewer than {claims.fewest_keys} keys": claims.takes_keys(p.Sk),
                 "a causal mask aligned at the bottom right": (
                     claims.causal_alignment == "bottom-right" or not p.causal or p.Sq == p.Sk
                 ),
@@ -293,7 +294,11 @@ class Trial:
         self._found(tensor, float(differ.sum()), 0.0, math.inf, where, note)
 
     def as_the_case(
-        self, number: int, results: Results, taken: Callable[[str, Tensor], Tensor] = lambda _, x: x
+        self,
+        number: int,
+        results: Results,
+        taken: Callable[[str, Tensor], Tensor] = lambda _, x: x,
+        elsewhere: bool = False,
     ) -> None:
         """Results are those of one of the case's problems: bitwise where claimed, to rounding elsewhere.
 
@@ -301,11 +306,13 @@ class Trial:
             number: of the problem.
             results: to be compared; their bounds are the problem's own.
             taken: what of a tensor of the problem, by its name, they are.
+            elsewhere: they were computed at another place in the batch, or among the heads.
         """
         note = self.about(number)
+        same_bits = self.claims.invariant if elsewhere else self.claims.repeatable
         for name, x in results.items():
             expected = taken(name, self.base[number][name])
-            if self.claims.repeatable(name):
+            if same_bits(name):
                 self.equal(name, x, expected, note)
             else:
                 self.near(name, x, expected, 2 * taken(name, self.bounds[number][name]), note)

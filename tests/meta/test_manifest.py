@@ -115,6 +115,7 @@ CLAIMED: list[tuple[str, dict[str, Any]]] = [
     ("gqa = true", {"gqa": True}),
     ("cross_lengths = true", {"cross_lengths": True}),
     ("cross_lengths = true\ndead_rows = true", {"cross_lengths": True, "dead_rows": True}),
+    ("fewest_keys = 2", {"fewest_keys": 2}),
     ("empty = true", {"empty": True}),
     ('contiguous = "sbhd"', {"contiguous": "sbhd"}),
     ("strided = true", {"strided": True}),
@@ -127,6 +128,7 @@ CLAIMED: list[tuple[str, dict[str, Any]]] = [
         "backward = true\ndeterministic = true\ndeterministic_backward = true",
         {"backward": True, "deterministic": True, "deterministic_backward": True},
     ),
+    ("deterministic = true\nbatch_invariant = true", {"deterministic": True, "batch_invariant": True}),
     ("tile = [128, 32]", NONE),
     ("l_from_rounded_p = true", {"rounding": Rounding(l_from_rounded_p=True)}),
     (
@@ -195,6 +197,7 @@ WRONG = {
     "largest_scale": ["0.5", "0", "-1", "inf", "nan", "true", '"1"', "1e39"],
     "gqa": ["1", '"yes"'],
     "cross_lengths": ["1"],
+    "fewest_keys": ["0", "65", "true", "2.0", '"2"'],
     "dead_rows": ["1"],
     "empty": ["1"],
     "contiguous": ['"bhds"', '"strided"', "true"],
@@ -205,6 +208,7 @@ WRONG = {
     "lse_grad": ["1"],
     "deterministic": ["1"],
     "deterministic_backward": ["1"],
+    "batch_invariant": ["1"],
     "tile": ["64", "[64]", "[64, 64, 64]", "[7, 64]", "[64, 2000]", "[64, true]", "[64.0, 64.0]"],
     "p_rounded_before_ds": ["1"],
     "l_from_rounded_p": ["1"],
@@ -261,6 +265,7 @@ CONTRADICTIONS = {
     "backward = true\ndeterministic_backward = true": (
         "deterministic_backward is true, and deterministic is false: gradients follow from out"
     ),
+    "batch_invariant = true": "batch_invariant is true, and deterministic is false",
     "convention = 'sdpa'\nlse = 'natural'": "lse is 'natural', and convention is 'sdpa', which returns none",
     "convention = 'sdpa'\nvarlen = 'a.py:f'": (
         "varlen is 'a.py:f', and convention is 'sdpa'; it may be 'native' or 'flash_attn'"
@@ -392,7 +397,7 @@ values = st.fixed_dictionaries({
         st.sets(st.integers(1, 130), min_size=1, max_size=3).map(sorted),
         st.tuples(st.integers(1, 70), st.integers(70, 300), st.sampled_from([1, 2, 8, 16])).map(
             lambda parts: dict(zip(("min", "max", "multiple"), parts, strict=True))
-        ),
+        ).filter(KEYS["head_dims"].kind.holds),
     ),
     "scales": st.sampled_from(["any", "positive", "default"]),
     "largest_scale": st.sampled_from([None, 1, 50.0]),
@@ -400,6 +405,7 @@ values = st.fixed_dictionaries({
     "contiguous": st.sampled_from([None, "bshd", "sbhd"]),
     "varlen": st.sampled_from([None, "mine.py:ragged"]),
     "lse": st.sampled_from(["none", "natural"]),
+    "fewest_keys": st.sampled_from([1, 2, 40]),
     **{name: st.booleans() for name, key in KEYS.items() if isinstance(key.default, bool)},
 })  # fmt: skip
 
