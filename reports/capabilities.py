@@ -30,6 +30,9 @@ VERSION = 1
 """Of the JSON file."""
 
 LAWS = "laws"
+REASON = 100
+"""Characters of a note that are kept."""
+
 WIDTH = 160
 """Of the table, where the terminal does not say."""
 
@@ -42,6 +45,7 @@ class Cell(msgspec.Struct, frozen=True):
         executed: comparisons in which it could have broken; of the laws, how many laws.
         broken, known: in how many of them it did, and did as is known.
         smallest: the smallest case in which it broke; of the laws, their names.
+        why: what broke there.
     """
 
     state: str
@@ -49,6 +53,7 @@ class Cell(msgspec.Struct, frozen=True):
     broken: int = 0
     known: int = 0
     smallest: str = ""
+    why: str = ""
 
     def __str__(self) -> str:
         if self.state not in ("held", "broken"):
@@ -172,10 +177,8 @@ PROPERTIES: dict[str, Property] = {
     "contract": Property(lambda claims: True, of_verdict=_contract),
 }
 """By name, in the order of the table. (Shape, dtype, device, inputs unchanged, nothing written beside, memory
-of its own and no exception, crash or hang are the contract.)"""
-
-FATAL = re.compile(r"does not (raise|crash|hang)|leaves the GPU usable")
-"""Rules after which there is nothing else to judge: whatever the case is about is broken."""
+of its own and no exception, crash or hang are the contract: where there is no result, that and what the case
+is about are broken.)"""
 
 
 def row(name: str, folder: Path, status: int) -> Row:
@@ -208,6 +211,8 @@ def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
     from tests.cases import parse_case
     from tests.known_failures import LAW, STATUS
 
+    if run is not None and not of.claimed(run.claims):
+        return Cell("not claimed")
     executed = broken = known = 0
     smallest: list[tuple[int, str]] = []
     for record in found:
@@ -216,20 +221,22 @@ def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
         case = parse_case(record.case)
         if not of.of_case(case, run.claims if run else {}):
             continue
-        fatal = any(not v.held and FATAL.fullmatch(v.rule) for v in record.verdicts)
         verdicts = [v for v in record.verdicts if of.of_verdict(v)]
-        if not verdicts and not fatal:
+        if not verdicts:
             continue
         executed += 1
-        if fatal or any(not v.held for v in verdicts):
+        if failed := next((v for v in verdicts if not v.held), None):
             known += record.status == STATUS
             broken += record.status != STATUS
             size = case.heads_q * sum(q * k for q, k in case.pairs) * (1 if case.ragged else case.batch)
-            smallest.append((size + case.dim + case.dim_v, record.case))
-    if executed:
-        first = min(smallest, default=(0, ""))[1]
-        return Cell("broken" if broken else "held", executed, broken, known, first)
-    return Cell("not run" if run is None or of.claimed(run.claims) else "not claimed")
+            why = f"{failed.tensor}: {failed.rule}"
+            if failed.note:
+                why += f"; {failed.note.splitlines()[0][:REASON]}"
+            smallest.append((size + case.dim + case.dim_v, record.case, why))
+    if not executed:
+        return Cell("not run")
+    _, first, why = min(smallest, default=(0, "", ""))
+    return Cell("broken" if broken else "held", executed, broken, known, first, why)
 
 
 def _laws(tests: Sequence[LawTest]) -> Cell:
@@ -275,14 +282,17 @@ def _below(found: Capabilities) -> list[str]:
     for of in found.rows:
         where = f" on {', '.join(of.paths)}" if of.paths else ""
         lines.append(f"{of.name}{where}: {of.reason} ({of.status})")
-    broken = [
-        f"{of.name}, {name}: {cell.smallest}"
-        for of in found.rows
-        for name, cell in of.cells.items()
-        if cell.smallest
-    ]
+    broken: dict[tuple[str, str, str], list[str]] = {}
+    for of in found.rows:
+        for name, cell in of.cells.items():
+            if cell.smallest:
+                broken.setdefault((of.name, cell.smallest, cell.why), []).append(name)
     if broken:
-        lines += ["", "broken, the smallest case of each:", *(f"  {line}" for line in broken)]
+        lines += ["", "broken, the smallest case of each:"]
+        lines += [
+            f"  {name}, {', '.join(properties)}: {case}" + (f" ({why})" if why else "")
+            for (name, case, why), properties in broken.items()
+        ]
     if found.not_runnable:
         lines += ["", "not runnable here:"]
         lines += [f"  {name}: {why}" for name, why in found.not_runnable.items()]

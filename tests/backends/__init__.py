@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,7 +46,10 @@ class _Entry:
 
 
 def _plain(name: str) -> Implementation:
-    return Implementation(name, plain.attention, EVERY_CASE, native_path, varlen=plain.attention_varlen)
+    claims = replace(
+        EVERY_CASE, batch_invariant=False
+    )  # how a batch of products is computed is PyTorch's affair
+    return Implementation(name, plain.attention, claims, native_path, varlen=plain.attention_varlen)
 
 
 _ENTRIES = {
