@@ -120,13 +120,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if not worker:
         from reports.figures import Figures
         from reports.run import RunFile
+        from reports.written import PageFile
 
         less = {name: case.id for name, case in narrowed.items() if name != case.id}
         config.pluginmanager.register(Figures(), "attention-figures")
-        config.pluginmanager.register(RunFile(config, folder), "attention-run")
-        config.pluginmanager.register(Summary(config, folder, less, known), "attention-summary")
+        run, summary = RunFile(config, folder), Summary(config, folder, less, known)
+        config.pluginmanager.register(PageFile(config, folder, summary, run), "attention-page")
+        config.pluginmanager.register(run, "attention-run")
+        config.pluginmanager.register(summary, "attention-summary")
         config.pluginmanager.register(isolation.Isolation(config, folder, known), "attention-isolation")
     if worker or not _has_workers(config):
+        from reports.junit import Properties
+
         limit = float(config.getini("faulthandler_timeout") or 0)
         seconds = None if options.usepdb or options.trace else options.hang_after
         config.stash[SESSION].journal = isolation.Journal(
@@ -134,6 +139,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         stop = None if given is None else Path(given[isolation.STOP])
         config.pluginmanager.register(isolation.Runner(config.stash[SESSION], stop), "attention-runner")
+        config.pluginmanager.register(Properties(config.stash[SESSION].written), "attention-properties")
 
 
 class _All:

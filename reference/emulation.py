@@ -32,6 +32,12 @@ class Tiles:
             if len(tile) != 2 or not all(isinstance(n, int) and n > 0 for n in tile):
                 raise ValueError(f"tiles: {name} was {tile!r}, may be two positive integers")
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Query rows and key rows, the most of any pass."""
+        passes = (self.forward, self.dkdv, self.dq)
+        return max(rows for rows, _ in passes), max(keys for _, keys in passes)
+
 
 DEFAULT_TILES = Tiles()
 

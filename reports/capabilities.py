@@ -6,11 +6,12 @@ broke, the smallest case is listed.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -22,6 +23,9 @@ from .records import Record, Verdict
 from .run import RUN, LawTest, Run
 from .run import read as read_run
 from .summary import RECORDS
+
+if TYPE_CHECKING:
+    from tests.cases import Case
 
 CAPABILITIES = "capabilities"
 """The files, but for .md and .json."""
@@ -143,6 +147,7 @@ def _strided(case: Any, claims: Claims) -> bool:
     return case.layout != ("bshd" if case.ragged else claims.get("contiguous", "bhsd"))
 
 
+DTYPES = ("float16", "bfloat16", "float32")
 GRADIENTS = ("dq", "dk", "dv")
 
 PROPERTIES: dict[str, Property] = {
@@ -151,7 +156,7 @@ PROPERTIES: dict[str, Property] = {
             lambda claims, dtype=dtype: dtype in claims.get("dtypes", ()),  # type: ignore[misc]
             lambda case, claims, dtype=dtype: case.dtype == dtype,  # type: ignore[misc]
         )
-        for dtype in ("float16", "bfloat16", "float32")
+        for dtype in DTYPES
     },
     "out": Property(lambda claims: True, of_verdict=_about("out")),
     "lse": Property(_said("lse"), of_verdict=_about("lse")),
@@ -207,18 +212,36 @@ def row(name: str, folder: Path, status: int) -> Row:
     )
 
 
-def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
+def by_dtype(found: Sequence[Record], run: Run | None) -> dict[str, dict[str, Cell]]:
+    """What became of each property that is no dtype, by dtype: of one run."""
+    dtypes = [name for name in DTYPES if run is None or PROPERTIES[name].claimed(run.claims)]
+    of_dtype = {dtype: [record for record in found if record.dtype == dtype] for dtype in dtypes}
+    return {
+        name: {dtype: _cell(of, records_of, run) for dtype, records_of in of_dtype.items()}
+        for name, of in PROPERTIES.items()
+        if name not in DTYPES
+    }
+
+
+@functools.lru_cache(maxsize=10_000)
+def parsed(case: str) -> Case:
+    """The case of an id; tables ask for the same ones again and again."""
     from tests.cases import parse_case
+
+    return parse_case(case)
+
+
+def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
     from tests.known_failures import LAW, STATUS
 
     if run is not None and not of.claimed(run.claims):
         return Cell("not claimed")
     executed = broken = known = 0
-    smallest: list[tuple[int, str]] = []
+    smallest: list[tuple[int, str, str]] = []
     for record in found:
         if record.status not in ("held", "broken", STATUS) or record.origin == LAW:
             continue
-        case = parse_case(record.case)
+        case = parsed(record.case)
         if not of.of_case(case, run.claims if run else {}):
             continue
         verdicts = [v for v in record.verdicts if of.of_verdict(v)]

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from .errors import ReportError
+
 VERSION = 1
 """Of the format. Raised whenever a field changes its meaning or goes."""
 
 
-class RecordError(Exception):
+class RecordError(ReportError):
     """A file of records that cannot be read; says which, where and why."""
 
 
@@ -52,6 +54,10 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.statistic / self.limit
 
 
+Z_STEP, Z_END = 0.5, 4.0
+"""Of `TensorSummary.histogram`: the width of a bin, and where the bins end."""
+
+
 class TensorSummary(msgspec.Struct, frozen=True):
     """How far one tensor was off.
 
@@ -63,6 +69,8 @@ class TensorSummary(msgspec.Struct, frozen=True):
             the inputs: FlashAttention-2's own rule wants at most 2 (out) or 3 (gradients). Where p is
             nearly exact, in units of half an ulp of the largest |reference|, or of what is summed where
             that cancels to about 0. None where there is neither. Decides nothing.
+        histogram: elements by signed z: below -Z_END, in bins of Z_STEP up to Z_END, above it; last those
+            that lie between the legal values, z = 0, and are in no bin. Empty in older records.
 
     JSON knows no infinity: a number that is not finite is read back as None.
     """
@@ -73,6 +81,67 @@ class TensorSummary(msgspec.Struct, frozen=True):
     max_z: float | None
     rms_z: float | None
     fa2: float | None = None
+    histogram: tuple[int, ...] = ()
+
+
+class ErrorMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one tensor is wrong: the worst of its heads as a small picture, and all of it along each axis.
+
+    The picture is rows x head dimension; of the lse rows x heads. A cell is a block of elements, and shows
+    the one with the largest |z| of them.
+
+    Attributes:
+        tensor: "out", "lse", "dq", "dk" or "dv".
+        shape: (B, H, S, D) of what was judged in one piece, (B, H, S) of the lse; of a ragged batch the
+            sequences of one length.
+        entry, head: which of them is shown; of the lse all heads are, and this is the worst.
+        sequence: of a ragged batch the number of the sequence that is shown; of a dense one None.
+        tile: rows of a tile of the kernel that writes the tensor (queries, of dk and dv keys), if known.
+        limit: of the largest z.
+        step: rows x columns in a cell.
+        cells: rows x columns of cells.
+        z: signed, float16, row by row, little endian, packed by zlib.
+        nonfinite: one byte a cell, packed by zlib, `NONFINITE` of the worst of its elements; empty if every
+            element is finite where it should be.
+        by_batch, by_head, by_row: largest |z|, over all else; None where something is not finite that should
+            be, or the reverse. Of a ragged batch by sequence. At most `LONGEST` numbers, each the largest of
+            as many as it takes.
+        rows, columns: of what is shown: the first wrong one, the last, and how many are.
+        wrong: elements beyond the hard bound or the limit of the largest z, or wrongly finite or not.
+        elements: that were judged.
+        first, worst: indices in (B, H, S, D), of the first of those and of the largest |z|; of a ragged batch
+            the first is the sequence, and the third counts from its first row.
+        worst_z: there; None if that is not finite.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    entry: int
+    head: int
+    sequence: int | None = None
+    tile: int | None = None
+    limit: float
+    step: tuple[int, int]
+    cells: tuple[int, int]
+    z: bytes
+    nonfinite: bytes = b""
+    by_batch: list[float | None]
+    by_head: list[float | None]
+    by_row: list[float | None]
+    rows: tuple[int, int, int] | None
+    columns: tuple[int, int, int] | None
+    wrong: int
+    elements: int
+    first: tuple[int, ...] | None
+    worst: tuple[int, ...] | None
+    worst_z: float | None
+
+
+NONFINITE = ("finite", "not finite, and may be so", "finite, and must not be so", "-inf", "inf", "NaN")
+"""What a cell of `ErrorMap.nonfinite` stands for, by its number; the larger is the worse."""
+
+LONGEST = 128
+"""Numbers of a marginal that are kept."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +164,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         verdicts: every rule that was applied.
         tensors: by name.
         diagnosis: of a broken one, what its results look like (tests.diagnosis).
+        maps: of a broken one, where its tensors are wrong; only of the first few of a run.
+        tile: query rows x keys, the largest tiles of the implementation; None if they are not known.
         seconds: by stage.
         replay: the command that repeats it.
     """
@@ -112,6 +183,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: list[Verdict] = []
     tensors: dict[str, TensorSummary] = {}
     diagnosis: list[str] = []
+    maps: list[ErrorMap] = []
+    tile: tuple[int, int] | None = None
     seconds: dict[str, float] = {}
     replay: str = ""
 

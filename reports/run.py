@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         claims: of the implementation (`tests.implementations.Claims`).
         machine: the GPU, or the processor if nothing ran on one.
         interpreted: whether Triton's kernels were.
-        torch, triton: versions.
+        torch, triton, python: versions.
+        arguments: of pytest.
+        ended: when, UTC.
+        seconds: that it took.
         status, reason: how it ended.
         laws: the tests of the laws; they leave no records unless they fail.
     """
@@ -51,6 +56,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     interpreted: bool = False
     torch: str
     triton: str
+    python: str = ""
+    arguments: list[str] = []
+    ended: str = ""
+    seconds: float = 0.0
     status: int
     reason: str = ""
     laws: list[LawTest] = []
@@ -75,6 +84,7 @@ class RunFile:
     def __init__(self, config: pytest.Config, folder: Folder) -> None:
         self.config, self.folder = config, folder
         self.laws: dict[str, LawTest] = {}
+        self.began = time.time()
 
     @pytest.hookimpl(trylast=True)  # the folder can be written
     def pytest_sessionstart(self) -> None:
@@ -97,10 +107,11 @@ class RunFile:
         if not self.config.option.collectonly:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             path = self.folder.path / RUN
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self._run(session))) + b"\n")
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.run(session))) + b"\n")
         return result
 
-    def _run(self, session: pytest.Session) -> Run:
+    def run(self, session: pytest.Session) -> Run:
+        """What the run was, once it is decided how it ended."""
         import torch
         import triton
 
@@ -118,6 +129,10 @@ class RunFile:
             interpreted=interpreted(),
             torch=str(torch.__version__),
             triton=triton.__version__,
+            python=platform.python_version(),
+            arguments=list(self.config.invocation_params.args),
+            ended=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.time() - self.began, 1),
             status=int(session.exitstatus),
             reason=getattr(summary, "reason", ""),
             laws=list(self.laws.values()),

@@ -137,9 +137,7 @@ class Summary:
         return read
 
     def _files(self) -> dict[str, bytes | None]:
-        red = dict.fromkeys(
-            f"{record.case}  # {record.reason}\n" for record in _red(_comparisons(self.found))
-        )
+        red = dict.fromkeys(f"{record.case}  # {record.reason}\n" for record in _red(comparisons(self.found)))
         return {
             RECORDS: b"".join(map(records.encode, self.found)),
             SUMMARY: markdown(self.found, self.reason).encode(),
@@ -170,10 +168,10 @@ class Summary:
         write = terminalreporter.write_line
         if self.found:
             terminalreporter.section("attention: comparisons")
-            if any(record.status in EXECUTED for record in _comparisons(self.found)):
+            if any(record.status in EXECUTED for record in comparisons(self.found)):
                 for line in (*_table(self.found), "", *LEGEND.splitlines(), ""):
                     write(line)
-            for line in _counts(self.found):
+            for line in counts(self.found):
                 write(line)
             for asked, ran in self.narrowed.items():
                 write(f"{_left_out(asked, ran)}: {asked}")
@@ -187,7 +185,7 @@ class Summary:
                 write(f"{number:3}. {_worst(record)}", red=True)
                 write(f"     {record.words}")
                 write(f"     replay: {record.replay}")
-            if ids := {record.case for record in _comparisons(red)}:
+            if ids := {record.case for record in comparisons(red)}:
                 write(f"{len(ids)} ids for tests/corpus.txt: {self._shown(RED_CASES)}")
             from conftest import SESSION
 
@@ -224,7 +222,7 @@ def _red(found: Iterable[Record]) -> list[Record]:
     return [record for record in found if record.status == "broken"]
 
 
-def _comparisons(found: Iterable[Record]) -> list[Record]:
+def comparisons(found: Iterable[Record]) -> list[Record]:
     return [record for record in found if record.origin != LAW]
 
 
@@ -240,12 +238,12 @@ def _worst(record: Record) -> str:
     return describe(record.worst).splitlines()[0] if record.worst else record.reason
 
 
-def _counts(found: list[Record]) -> list[str]:
+def counts(found: Sequence[Record]) -> list[str]:
     """How many comparisons were executed and how many were not, and why; what is red and what is known."""
-    executed = [record for record in _comparisons(found) if record.status in EXECUTED]
+    executed = [record for record in comparisons(found) if record.status in EXECUTED]
     backward = sum(record.backward for record in executed)
     red = _red(found)
-    laws = len(red) - len(_comparisons(red))
+    laws = len(red) - len(comparisons(red))
     lines = [
         f"comparisons executed: {len(executed)}, of which with a backward: {backward}",
         f"red: {len(red)}" + (f", of which laws: {laws}" if laws else ""),
@@ -279,7 +277,7 @@ def _largest(numbers: Iterable[float | None], digits: int) -> str:
 def _rows(found: list[Record]) -> list[tuple[str, ...]]:
     """By path, dtype and tensor, worst first: the largest of each number, and what came closest to red."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in _comparisons(found):
+    for record in comparisons(found):
         broken = [verdict.tensor for verdict in record.verdicts if not verdict.held]
         for tensor in dict.fromkeys((*record.tensors, *broken)):
             groups.setdefault((record.path, record.dtype, tensor), []).append(record)
@@ -325,7 +323,7 @@ def _table(found: list[Record]) -> list[str]:
 
 def markdown(found: list[Record], reason: str) -> str:
     """The summary as a page: counts, red comparisons worst first, the table."""
-    lines = [f"### Attention: {reason}", "", *(f"- {line}" for line in _counts(found)), ""]
+    lines = [f"### Attention: {reason}", "", *(f"- {line}" for line in counts(found)), ""]
     for record in sorted(_red(found), key=_badness)[:WORST]:
         lines.append(f"1. **{_worst(record)}**<br>{record.words}<br>`{record.replay}`")
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]

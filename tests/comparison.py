@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 from reference import emulation, oracle, sdpa
 from reference.budget import Rounding
 from reference.emulation import Tiles
-from reports.records import Record, TensorSummary, Verdict
+from reports.records import ErrorMap, Record, TensorSummary, Verdict
 
 from . import ragged
 from .cases import Case
 from .diagnosis import Calls, Earlier, Piece, diagnose
+from .error_maps import error_maps
 from .execution import Execution, run
 from .implementations import Implementation, environment
 from .judge import judge, judge_again
@@ -199,7 +200,14 @@ def judged(
         )
         of_parts += map(part.located, of_part)
         under = functools.partial(references.under, of_this.get("out"), claims.rounding)
-        pieces.append(Piece(part.case, of_this, exact, under, part.sequences))
+        again = {
+            rule: {name: part.of(name, x) for name, x in tensors.items()}
+            for rule, tensors in execution.repeats.items()
+        }
+        pieces.append(
+            Piece(part.case, of_this, exact, under, part.sequences, references.tensors, outcome.tiles,
+                  implementation.tile, again)
+        )  # fmt: skip
         for name, summary in summaries_of_part.items():
             found[name].append(summary)
     verdicts += [*ragged.past_rows(case, results), *ragged.worst(of_parts)]
@@ -208,7 +216,7 @@ def judged(
     elements = sum(summary.elements for summary in summaries.values())
     power = sum(summary.judged for summary in summaries.values())
     failed = [verdict for verdict in verdicts if not verdict.held]
-    status, reason, diagnosis = "held", "", list[str]()
+    status, reason, diagnosis, maps = "held", "", list[str](), list[ErrorMap]()
     if failed:
         status = "broken"
         reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
@@ -217,6 +225,8 @@ def judged(
                 *diagnose(pieces, _calls[implementation.name]),
                 *_undeclared(failed, execution, prepared, claims.rounding, outcome.tiles),
             ]
+        with clock("maps"):
+            maps = error_maps(pieces, {verdict.tensor for verdict in failed}, outcome.tiles)
     elif elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
     if not case.ragged:
@@ -228,6 +238,8 @@ def judged(
         verdicts=verdicts,
         tensors=summaries,
         diagnosis=diagnosis,
+        maps=maps,
+        tile=None if outcome.tiles is None else outcome.tiles.largest,
         seconds=clock.seconds,
     )
 

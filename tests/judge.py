@@ -9,6 +9,7 @@ the law that each follows from.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from reference.budget import FLOAT32, FLUSHED
 from reference.error_model import Estimate
 from reference.oracle import Result
-from reports.records import TensorSummary, Verdict
+from reports.records import Z_END, Z_STEP, TensorSummary, Verdict
 
 from . import thresholds
 from .cases import Case
@@ -74,6 +75,39 @@ def judge_again(case: Case, again: Mapping[str, Array], oracle: Result, rule: st
     for name, x in again.items():
         found += _Tensor(name, x, getattr(oracle, name), case, oracle).within_budget()
     return [msgspec.structs.replace(v, rule=f"{rule}: {v.rule}") for v in found]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far each element of a tensor is off, as it is judged.
+
+    Attributes:
+        z: signed distance to the legal values in standard deviations, (B, H, S, D), of the lse (B, H, S, 1).
+        limit: of the largest |z|.
+        beyond: outside of the hard bound, or beyond that limit.
+        misplaced: not finite where it should be, or finite where it must not be.
+        judged: where something can be said.
+    """
+
+    z: Array
+    limit: float
+    beyond: NDArray[np.bool_]
+    misplaced: NDArray[np.bool_]
+    judged: NDArray[np.bool_]
+
+
+def deviation(case: Case, name: str, x: Array, oracle: Result) -> Deviation:
+    """What the verdicts about one tensor follow from, element by element; for pictures of it.
+
+    Args:
+        case, oracle: as of `judge`.
+        name, x: the implementation's tensor.
+    """
+    tensor = _Tensor(name, x, getattr(oracle, name), case, oracle)
+    limit = float(thresholds.largest_z(max(int(tensor.compared.sum()), 1), FALSE_ALARM))
+    beyond = tensor.error > thresholds.HARD_BOUND * tensor.rows.bound
+    beyond |= np.abs(tensor.z) > limit
+    return Deviation(tensor.z, limit, beyond, tensor.misplaced(), tensor.judged)
 
 
 class _Tensor:
@@ -160,8 +194,11 @@ class _Tensor:
         index = tuple(int(i) for i in np.unravel_index(flat, self.cells.shape))
         return index[:-1] if self.name == "lse" else index
 
-    def _finite(self) -> Verdict:
-        """NaN and inf exactly where they belong: overflow, the lse of dead rows, rows that see a NaN."""
+    def misplaced(self) -> NDArray[np.bool_]:
+        """Where NaN and inf are and do not belong, or the reverse.
+
+        They belong to overflow, the lse of dead rows, rows that see a NaN.
+        """
         x, e = self.cells, self.rows
         dtype = self.oracle.dtype
         overflow = np.inf if self.name == "lse" else dtype.overflow
@@ -173,6 +210,12 @@ class _Tensor:
         wrong &= self.judged
         hidden = e.nonfinite & np.isfinite(x).all(-1)
         wrong |= hidden[..., None]
+        return wrong
+
+    def _finite(self) -> Verdict:
+        """NaN and inf exactly where they belong."""
+        x, e = self.cells, self.rows
+        wrong = self.misplaced()
         count = int(wrong.sum())
         note = ""
         if count:
@@ -361,7 +404,17 @@ class _Tensor:
             max_z=float(np.abs(self.z).max()) if n else 0.0,
             rms_z=float(np.sqrt((self.z**2).sum() / n)) if n else 0.0,
             fa2=self._fa2(p) if p is not None and n else None,
+            histogram=self._histogram() if n else (),
         )
+
+    def _histogram(self) -> tuple[int, ...]:
+        """Elements by z, as `TensorSummary` has them."""
+        z = self.z[self.compared]
+        bins = int(2 * Z_END / Z_STEP)
+        counts, _ = np.histogram(z, bins, (-Z_END, Z_END))
+        legal = int((z == 0).sum())
+        counts[bins // 2] -= legal
+        return (int((z < -Z_END).sum()), *counts.tolist(), int((z > Z_END).sum()), legal)
 
     def _fa2(self, p: Array) -> float | None:
         """The largest error in units of p's, for FlashAttention-2's rule; None if there is no unit.

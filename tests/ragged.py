@@ -159,4 +159,5 @@ def total(summaries: list[TensorSummary]) -> TensorSummary:
         max_z=largest("max_z"),
         rms_z=math.sqrt(squares / judged) if judged else 0.0,
         fa2=max(fa2, default=None),
+        histogram=tuple(map(sum, zip(*(s.histogram for s in summaries if s.histogram), strict=True))),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import torch
 
 from reports import records
@@ -16,6 +17,7 @@ from reports.records import Record
 
 from .cases import Case, parse_case
 from .comparison import begun, compare
+from .error_maps import MOST_RECORDS
 from .implementations import Implementation, load
 from .isolation import Journal
 from .known_failures import LAW, RAN, KnownFailures
@@ -73,6 +75,8 @@ class Session:
         known: failures that are expected.
         journal: of what the implementation has under way, for when it ends the process.
         lost: whether the GPU is of no use to this process any more.
+        written: records of the test that runs.
+        pictured: records so far that have pictures of where they are wrong.
     """
 
     spec: str | None
@@ -81,6 +85,8 @@ class Session:
     known: KnownFailures = field(default_factory=KnownFailures)
     journal: Journal | None = None
     lost: bool = False
+    written: list[Record] = field(default_factory=list)
+    pictured: int = 0
     broken: dict[str, Record] = field(default_factory=dict)
 
     @cached_property
@@ -101,9 +107,7 @@ class Session:
         """Largest query and key tiles that the implementation uses for a case; a guess if not known."""
         if self.implementation.tiles is None:
             return self.implementation.tile
-        tiles = self.implementation.tiles(case, self.device)
-        pairs = (tiles.forward, tiles.dkdv, tiles.dq)
-        return max(bm for bm, _ in pairs), max(bn for _, bn in pairs)
+        return self.implementation.tiles(case, self.device).largest
 
     def check(self, case: Case, origin: str) -> Record:
         """Compares, and records unless the record is red, by what is not known to fail.
@@ -129,15 +133,27 @@ class Session:
         """
         return nullcontext() if self.journal is None else self.journal.running(record, self.device)
 
-    def write_broken(self, origin: str) -> Record | None:
-        """Writes the last red record, if there is one: after a shrink, that of the smallest case."""
+    def write_broken(self, origin: str, told: str = "") -> Record | None:
+        """Writes the last red record, if there is one: after a shrink, that of the smallest case.
+
+        Args:
+            origin: of the case.
+            told: before its reason.
+        """
         record = self.broken.pop(origin, None)
         if record is not None:
+            record = msgspec.structs.replace(record, reason=told + record.reason)
             self.write(record)
         return record
 
     def write(self, record: Record) -> None:
+        """Adds a record to those of this process, without its pictures if enough have some."""
+        if record.maps:
+            self.pictured += 1
+            if self.pictured > MOST_RECORDS:
+                record = msgspec.structs.replace(record, maps=[])
         records.append(self.part, record)
+        self.written.append(record)
 
 
 def interpreted() -> bool:

@@ -1,228 +1,242 @@
-"""Compiles the kernels for Ampere and newer without a GPU, and looks at what comes out.
+"""The kernels compiled for Ampere and newer, without a GPU: what comes out fits, and is no worse than it was.
 
-`kernels.launch` is run on meta tensors, with stand-ins for the kernels that keep what they would be
-launched with; that is what is compiled, for each architecture with the tiles chosen for it. Every
-case checks that the program can be launched there at all (shared memory, registers), that nothing
-spills, and that the instructions are those that the tiles were chosen for.
+Every configuration must be one that can be launched on its chip at all (shared memory, registers), spill
+nothing that nobody has accounted for, have the instructions that its tile was chosen for
+(`reports.resources.limits`), and take no more than what is committed for this version of Triton.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+import functools
+import warnings
+from collections.abc import Iterator
 
+import msgspec
 import pytest
-import torch
 import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kernels import launch
-from kernels.architecture import SHARED_MEMORY, Architecture
-from kernels.tiles import Tile, padded_head_dim, shared_memory
+from kernels import launch, tiles
+from kernels.architecture import Architecture
+from kernels.tiles import TABLES, choose_tiles, padded_head_dim, shared_memory
+from reports import kept, resources
+from reports.kept import Difference
+from reports.resources import Resources
+
+from .offline import (
+    ARCHITECTURES,
+    ARITHMETICS,
+    KERNELS,
+    TILED,
+    Case,
+    Program,
+    compiled,
+    launched,
+    shipped,
+    unusual,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET=1: there is nothing to compile", allow_module_level=True)
 if triton.knobs.runtime.override_arch:
     pytest.skip("TRITON_OVERRIDE_ARCH replaces what is compiled for", allow_module_level=True)
 
-ARCHITECTURES = [Architecture(f"sm{cc}", cc, SHARED_MEMORY[cc]) for cc in (80, 86, 89, 90)]
-REGISTERS = 65536
-"""32-bit registers that the threads of a block share, on every architecture."""
-KERNELS = {
-    "forward": "attention_forward",
-    "delta": "attention_delta",
-    "list": "list_tiles",
-    "dkdv": "attention_backward_dkdv",
-    "dq": "attention_backward_dq",
-}
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-            torch.int32: "*i32"}  # fmt: skip
+
+@functools.cache
+def committed() -> Resources | None:
+    """The baseline of this version of Triton, if there is one."""
+    path = kept.FOLDER / resources.key().name
+    return resources.read(path) if path.is_file() else None
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kernel, on one architecture, for tensors (2, 4, 512, dim) or, ragged, (1024, 4, dim).
-
-    Attributes:
-        kernel: a key of KERNELS.
-        arithmetic: a dtype of torch, by name; "tf32": float32 with TF32 allowed.
-        dim, dim_v: head dimensions of q and k, and of v.
-        unaligned: q, k, v are strided along the head dimension: no 16-byte accesses.
-        ragged: a batch of two sequences.
-    """
-
-    kernel: str
-    arch: Architecture
-    arithmetic: str
-    dim: int
-    causal: bool = True
-    dim_v: int = 0
-    unaligned: bool = False
-    ragged: bool = False
-
-    def __str__(self) -> str:
-        shape = f"D{self.dim}" + (f"x{self.dim_v}" if self.dim_v else "")
-        path = "".join(
-            f"-{what}"
-            for what, it_is in (
-                ("full", not self.causal), ("unaligned", self.unaligned), ("ragged", self.ragged)
-            )
-            if it_is
-        )  # fmt: skip
-        return f"{self.kernel}-{self.arch.name}-{self.arithmetic}-{shape}{path}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.arithmetic == "tf32" else getattr(torch, self.arithmetic)
+def check(case: Case) -> None:
+    program, name = compiled(case), str(case)
+    check_the_bound(case, program)
+    found = resources.entry(program)
+    changed = resources.limits_of(name, found)
+    baseline = committed()
+    if baseline is not None and name in baseline.entries:
+        changed += resources.differences_of(name, baseline.entries[name], found)
+    for difference in changed:
+        if not difference.red:
+            warnings.warn(difference.what, stacklevel=2)
+    assert not red(changed)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the compiler made of a case; tile is None for the delta kernel.
-
-    Attributes:
-        shared: bytes of shared memory of a block.
-        stack: bytes of stack of a thread: registers that are spilled.
-        registers: of a thread.
-    """
-
-    tile: Tile | None
-    warps: int
-    shared: int
-    stack: int
-    registers: int
-    ptx: str
-
-
-def launched(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, tuple, dict[str, Any]]:
-    """The kernel of a case, and the arguments and keyword arguments that it is launched with."""
-    kept: dict[str, tuple] = {}
-
-    class StandIn:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(launch, KERNELS[name])
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **keywords: kept.update({self.name: (self.kernel, args, keywords)})
-
-    def tensor(dim: int) -> Tensor:
-        empty = partial(torch.empty, dtype=case.dtype, device="meta")
-        if case.ragged:
-            return empty(1024, 4, dim)
-        return empty(2, 4, dim, 512).mT if case.unaligned else empty(2, 4, 512, dim)
-
-    monkeypatch.setattr(launch, "effective_architecture", lambda device: case.arch)
-    for name, attribute in KERNELS.items():
-        monkeypatch.setattr(launch, attribute, StandIn(name))
-    q, k, v = tensor(case.dim), tensor(case.dim), tensor(case.dim_v or case.dim)
-    causal, scale, tf32 = case.causal, 1.0, case.arithmetic == "tf32"
-    offsets = torch.empty(3, dtype=torch.int32, device="meta")
-    ragged = launch.Ragged(offsets, offsets) if case.ragged else None
-    out, lse = launch.forward(q, k, v, causal, scale, tf32, ragged)
-    launch.backward(out, lse, q, k, v, out, lse, causal, scale, tf32, True, True, ragged)
-    return kept[case.kernel]
-
-
-def compiled(case: Case, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Program:
-    kernel, args, keywords = launched(case, monkeypatch)
-    constants = {name: keywords[name] for name in kernel.arg_names if name in keywords}
-    options = {name: value for name, value in keywords.items() if name not in constants}
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    attributes = {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=False)):
-        if isinstance(value, Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[i,] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            assert parameter.do_not_specialize, f"{parameter.name}: compiled anew for 1 and for 16"
-            signature[parameter.name] = "i32"
-    source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", case.arch.capability, 32)
-    binary = triton.compile(source, target=target, options=options)
-
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert used, usage
-    warps, stages = binary.metadata.num_warps, binary.metadata.num_stages
-    tile = Tile(constants["BM"], constants["BN"], warps, stages) if "BN" in constants else None
-    registers, stack = map(int, used.groups())
-    return Program(tile, warps, binary.metadata.shared, stack, registers, binary.asm["ptx"])
-
-
-def check_that_it_fits(case: Case, program: Program) -> None:
+def check_the_bound(case: Case, program: Program) -> None:
     assert program.shared <= case.arch.shared_memory
-    assert program.registers * 32 * program.warps <= REGISTERS
     if program.tile is not None:
         dim = padded_head_dim(max(case.dim, case.dim_v))
         bound = shared_memory(case.arch, case.kernel, program.tile, dim, case.dtype.itemsize)
         assert program.shared <= bound, "the bound by which tiles are chosen does not hold"
 
 
-def check_instructions(case: Case, tile: Tile, ptx: str) -> None:
-    # 16-byte accesses of global memory, in the loop asynchronous ones. Not for TF32, whose operands
-    # Triton lays out twice, from registers.
-    assert "ld.global.v4" in ptx
-    assert "st.global.v4" in ptx
-    if tile.stages > 1 and case.arithmetic != "tf32":
-        assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,", ptx)
-
-    # Tensor cores, except for float32, whose operands they would shorten.
-    if case.arithmetic == "float32":
-        assert "mma" not in ptx
-    elif case.arithmetic == "tf32":
-        assert ".tf32" in ptx
-    else:
-        rows = tile.BN if case.kernel == "dkdv" else tile.BM
-        asynchronous = case.arch.capability >= 90 and rows >= 64  # wgmma takes no fewer
-        assert ("wgmma.mma_async" in ptx, "mma.sync" in ptx) == (asynchronous, not asynchronous)
-
-
-def shipped() -> Iterator[Case]:
-    """Each tile configuration. float16 also without a causal mask; bfloat16 differs little."""
-    dims = (16, 32, 64, 128, 256)
-    for arch in ARCHITECTURES:
-        for dim in dims:
-            yield Case("delta", arch, "float16", dim)
-        for kernel in ("forward", "dkdv", "dq"):
-            for arithmetic in ("float16", "bfloat16", "float32", "tf32"):
-                for dim in (64, 128) if arithmetic == "bfloat16" else dims:
-                    yield Case(kernel, arch, arithmetic, dim)
-                    if arithmetic == "float16":
-                        yield Case(kernel, arch, arithmetic, dim, causal=False)
-                        yield Case(kernel, arch, arithmetic, dim, ragged=True)
-        yield Case("list", arch, "float16", 64, ragged=True)
-
-
-def unusual() -> Iterator[Case]:
-    """Head dimensions that are padded, or differ, and strides that forbid 16-byte accesses."""
-    for kernel in ("forward", "dkdv", "dq"):
-        for dim, dim_v in ((80, 0), (96, 0), (192, 0), (192, 128)):
-            yield Case(kernel, ARCHITECTURES[0], "float16", dim, dim_v=dim_v)
-        yield Case(kernel, ARCHITECTURES[0], "float16", 128, unaligned=True)
+def red(differences: list[Difference]) -> list[str]:
+    return [difference.what for difference in differences if difference.red]
 
 
 @pytest.mark.parametrize("case", list(shipped()), ids=str)
-def test_shipped_tiles(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shipped_tiles(case: Case) -> None:
     """M8: shared memory of each architecture."""
-    program = compiled(case, monkeypatch, tmp_path)
-    check_that_it_fits(case, program)
-    assert program.stack == 0, "registers are spilled"
-    if program.tile is not None:
-        check_instructions(case, program.tile, program.ptx)
+    check(case)
 
 
 @pytest.mark.parametrize("case", list(unusual()), ids=str)
-def test_unusual_shapes(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check_that_it_fits(case, compiled(case, monkeypatch, tmp_path))
+def test_unusual_shapes(case: Case) -> None:
+    check(case)
+
+
+# ---------------------------------------------------------------- which configurations
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: arch.name)
+def test_whatever_tile_can_be_chosen_is_compiled(arch: Architecture) -> None:
+    """For every head dimension from 16 to 256, in every arithmetic."""
+    listed = {
+        (case.kernel, case.arithmetic, padded_head_dim(case.dim), *of_launch(case))
+        for case in shipped()
+        if case.arch == arch and case.kernel in TILED
+    }
+    for arithmetic in ARITHMETICS:
+        itemsize = 2 if "16" in arithmetic else 4
+        for dim in range(16, 257):
+            chosen = choose_tiles(arch, dim, 16, itemsize)
+            assert chosen == choose_tiles(arch, 16, dim, itemsize)
+            for kernel in TILED:
+                tile = getattr(chosen, kernel)
+                what = (kernel, arithmetic, padded_head_dim(dim), tile.BM, tile.BN, tile.warps, tile.stages)
+                assert what in listed
+
+
+def of_launch(case: Case) -> tuple[int, int, int, int]:
+    _, _, keywords = launched(case)
+    return keywords["BM"], keywords["BN"], keywords["num_warps"], keywords["num_stages"]
+
+
+def test_every_entry_of_the_table_of_tiles_is_compiled() -> None:
+    """None is left to be chosen for the first time by a chip that nobody has compiled for."""
+    tried = {
+        (case.kernel, padded_head_dim(case.dim), case.dtype.itemsize, *of_launch(case))
+        for case in shipped()
+        if case.kernel in TILED
+    }
+    for name, table in TABLES.items():
+        itemsize = int(name.split()[0]) // 8
+        for kernel, by_dim in table.items():
+            for dim, entries in by_dim.items():
+                for entry in entries:
+                    assert (kernel, dim, itemsize, *entry) in tried
+
+
+def test_every_kernel_that_is_launched_is_compiled() -> None:
+    jitted = {name for name, of in vars(launch).items() if isinstance(of, triton.JITFunction)}
+    assert jitted == set(KERNELS.values())
+    assert {case.kernel for case in shipped()} == set(KERNELS)
+
+
+# ---------------------------------------------------------------- the baseline
+
+
+def test_there_is_a_baseline_of_these_configurations() -> None:
+    baseline, file = committed(), resources.key().name
+    if baseline is None:
+        pytest.skip(f"there is no {file}: nothing is compared with what it was; {resources.UPDATE} makes it")
+    names = [str(case) for case in (*shipped(), *unusual())]
+    assert not baseline.entries.keys() - set(names), "configurations of the baseline that nobody compiles"
+    for name in names:
+        if name not in baseline.entries:
+            warnings.warn(f"{name}: is not in the baseline; {resources.UPDATE}", stacklevel=1)
+    if baseline.ptxas != (ptxas := triton.knobs.nvidia.ptxas.version):
+        warnings.warn(f"the baseline was assembled by ptxas {baseline.ptxas}, this by {ptxas}", stacklevel=1)
+
+
+def test_a_case_that_takes_more_than_was_committed_is_red_and_one_that_takes_less_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = next(case for case in shipped() if case.kernel == "delta")
+    found = resources.measure(1, [case])
+    ((name, entry),) = found.entries.items()
+
+    def against(**changes: int) -> None:
+        old = msgspec.structs.replace(found, entries={name: msgspec.structs.replace(entry, **changes)})
+        monkeypatch.setattr(f"{__name__}.committed", lambda: old)
+        check(case)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        against()
+    registers = entry.registers
+    with pytest.raises(AssertionError, match=rf"worse than .*: registers {registers - 1} -> {registers}"):
+        against(registers=registers - 1)
+    with pytest.warns(UserWarning, match=rf"better than .*: registers {registers + 1} -> {registers}"):
+        against(registers=registers + 1)
+
+
+def test_measuring_in_processes_finds_the_same() -> None:
+    cases = [case for case in shipped() if case.kernel in ("delta", "list") and case.arch.capability == 80]
+    found = resources.measure(2, cases)
+    assert found == resources.measure(1, cases)
+    assert list(found.entries) == [str(case) for case in cases]
+    assert found.failed == {}
+
+
+# ---------------------------------------------------------------- configurations that are wrong on purpose
+
+
+@pytest.fixture
+def forward_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[int, int, int, int]]]]:
+    """The table of the forward tiles for 16 bit, to be changed; no other has a say on sm_90."""
+    table: dict[int, list[tuple[int, int, int, int]]] = dict(TABLES["16 bit"]["forward"])
+    monkeypatch.setitem(TABLES["16 bit"], "forward", table)
+    monkeypatch.setitem(TABLES["16 bit, sm_90"], "forward", {})
+    choose_tiles.cache_clear()
+    yield table
+    choose_tiles.cache_clear()
+
+
+LARGE = (128, 64, 8, 4)
+"""At D = 128 a forward tile of 128 KiB on sm_80, 86, 89, and of 160 KiB on sm_90, in 16 bit."""
+
+
+def at_128(chip: str) -> Case:
+    return next(case for case in shipped() if str(case) == f"forward-{chip}-float16-D128")
+
+
+@pytest.mark.parametrize("chip, fits", [("sm80", True), ("sm86", False), ("sm89", False), ("sm90", True)])
+def test_a_tile_that_is_too_big_is_red_on_the_chips_that_cannot_hold_it(
+    chip: str, fits: bool, forward_tile: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launch code that chooses without counting: the compiled program is what is judged."""
+    forward_tile[128] = [LARGE]
+    monkeypatch.setattr(tiles, "shared_memory", lambda *_: 0)
+    found = resources.measure(1, [at_128(chip)])
+    (entry,) = found.entries.values()
+    assert (entry.tile, entry.shared >= 128 * 1024) == (LARGE, True)
+    too_big = [what for what in red(resources.limits(found)) if "shared memory" in what]
+    assert too_big == (
+        [] if fits else [f"forward-{chip}-float16-D128: 128 KiB of shared memory; a block on {chip} has 99"]
+    )
+
+
+@pytest.mark.parametrize("chip, fits", [("sm80", True), ("sm86", False), ("sm89", False), ("sm90", True)])
+def test_no_tile_that_fits_is_red_on_the_chips_that_have_none(
+    chip: str, fits: bool, forward_tile: dict
+) -> None:
+    """Launch code that counts refuses: there is nothing that could be compiled."""
+    forward_tile[128] = [LARGE]
+    found = resources.measure(1, [at_128(chip)])
+    assert list(found.failed) == ([] if fits else [f"forward-{chip}-float16-D128"])
+    assert (f"no forward tile for head dimension 128 fits the 99 KiB of shared memory of {chip}"
+            in "".join(red(resources.limits(found)))) == (not fits)  # fmt: skip
+
+
+def test_a_tile_that_is_too_big_for_its_warps_spills_and_is_red_unless_listed(
+    forward_tile: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_tile[128] = [(128, 64, 2, 2)]
+    found = resources.measure(1, [at_128("sm80")])
+    ((name, entry),) = found.entries.items()
+    assert entry.stack > 0
+    broken = f"{name}: {entry.stack} bytes a thread are spilled; reports.resources.SPILLS gives no reason why"
+    assert red(resources.limits(found)) == [broken]
+    monkeypatch.setitem(resources.SPILLS, name, "on purpose")
+    assert red(resources.limits(found)) == []

@@ -15,6 +15,7 @@ from hypothesis import given, seed
 from hypothesis.errors import Flaky
 
 from conftest import SEED, SESSION
+from reports.repeats import NOT_AGAIN
 
 from .cases import Case
 from .comparison import explain
@@ -111,8 +112,7 @@ def _explained(session: Session, origin: str) -> Iterator[None]:
         yield
         return
     except (Broke, Flaky) as error:
-        record = session.write_broken(origin)
+        record = session.write_broken(origin, "" if isinstance(error, Broke) else NOT_AGAIN)
         if record is None:
             raise
-        repeated = "" if isinstance(error, Broke) else "not red when it was repeated: "
-    raise pytest.fail.Exception(f"{repeated}{record.reason}\n\n{explain(record)}", pytrace=False) from None
+    raise pytest.fail.Exception(f"{record.reason}\n\n{explain(record)}", pytrace=False) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from reports.records import Verdict
 from tests.cases import Case
 from tests.execution import REPEATS, Execution
-from tests.implementations import Claims
+from tests.implementations import Claims, Implementation
 
 CPU = torch.device("cpu")
 INFINITE, PLAIN = REPEATS
@@ -36,6 +37,31 @@ DETERMINISTIC = replace(CLAIMS, strided=True, deterministic=True, deterministic_
 
 def red(execution: Execution) -> dict[tuple[str, str], Verdict]:
     return {(v.tensor, v.rule): v for v in execution.verdicts if not v.held}
+
+
+def spoiled(spoil: Callable[[Tensor], Any], which: str = "out") -> Implementation:
+    """Right attention, of which something is then written over in place."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if which in ("dq", "dk", "dv"):
+            spoiled_input = {"dq": q, "dk": k, "dv": v}[which]
+            if spoiled_input.requires_grad:
+                spoiled_input.register_hook(lambda gradient: _with(spoil, gradient))
+        found = attention(q, k, v, **options)
+        out, lse = found if options["return_lse"] else (found, None)
+        if which == "out":
+            out = _with(spoil, out)
+        if lse is None:
+            return out
+        return out, _with(spoil, lse) if which == "lse" else lse
+
+    return Implementation("mine.py:attention", function, CLAIMS, lambda device: "cpu")
+
+
+def _with(spoil: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    x = x.clone()
+    spoil(x)
+    return x
 
 
 def beside(t: Tensor, past_last: int = 1) -> Tensor:

@@ -23,6 +23,9 @@ SOME = ["--examples", "20", "-k", "generated"]
 HELD_CASE = "b1_h1x1_s16x16_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0"
 NOT_CLAIMED = "b1_h1x1_s16x16_d16x16_bfloat16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0"
 
+LEFT = ["records.jsonl", "report.html", "report.json", "run.json", "summary.md"]
+"""By a run in which nothing broke."""
+
 MINE = """
 import torch
 
@@ -100,7 +103,7 @@ def test_status_0_if_every_claim_held_from_wherever_one_stands(
     assert {record.status for record in found} == {"held"}
     assert {(record.implementation, record.path) for record in found} == {("mine.py:attention", "cpu")}
     assert {record.dtype for record in found} == {"float16", "float32"}
-    assert sorted(path.name for path in reports.iterdir()) == ["records.jsonl", "run.json", "summary.md"]
+    assert sorted(path.name for path in reports.iterdir()) == LEFT
     assert run.line("comparisons executed: ") == "40, of which with a backward: 0"
     assert run.line("result: ") == "every claim that could run here held"
 
@@ -298,9 +301,9 @@ def test_runs_that_share_a_folder_have_records_of_their_own(
         run = first.result()
     assert second.status == BROKE, second.output
     assert second.line("red: ") == "1"
-    assert (red.status, left) == ("broken", ["records.jsonl", "red-cases.txt", "run.json", "summary.md"])
+    assert (red.status, left) == ("broken", sorted([*LEFT, "red-cases.txt"]))
     assert run.status == HELD, run.output
     assert run.line("comparisons executed: ") == "1, of which with a backward: 0"
     (green,) = records.read(reports / "records.jsonl")
     assert green.status == "held"
-    assert sorted(path.name for path in reports.iterdir()) == ["records.jsonl", "run.json", "summary.md"]
+    assert sorted(path.name for path in reports.iterdir()) == LEFT

@@ -1,0 +1,540 @@
+"""What the kernels take of a chip: shared memory, registers, spills, instructions.
+
+No GPU is needed: `tests.offline` compiles every tile configuration for sm_80, 86, 89 and 90. With one version
+of Triton that gives the same numbers on every machine, so that each may be compared with what was committed,
+and what became worse is red. Instructions are counted in the PTX, each as often as it stands there, however
+often a loop executes it; registers and spills are of the assembled code.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from . import kept
+from .errors import ReportError
+from .kept import Difference, Key
+
+if TYPE_CHECKING:
+    from tests.offline import Case, Program
+
+KIND = "resources"
+VERSION = 1
+"""Of the file."""
+
+IMPLEMENTATION = "triton"
+DEVICE = "sm80-86-89-90"
+UPDATE = f"python -m reports baseline update --kind {KIND}"
+
+KIB = 1024
+SHARED_MEMORY = {"sm80": 163 * KIB, "sm86": 99 * KIB, "sm89": 99 * KIB, "sm90": 227 * KIB}
+"""Most bytes of shared memory of a block, by chip: CUDA C++ Programming Guide, technical specifications per
+compute capability. On purpose not the table by which `kernels.tiles` chooses: an error there is seen here."""
+
+REGISTERS = 65536
+"""32-bit registers that the threads of a block share, on each of these chips."""
+
+REGISTERS_OF_A_THREAD = 255
+THREADS = 1024
+"""Most threads of a block."""
+
+WGMMA_ROWS = 64
+"""wgmma takes no fewer rows: a smaller tile is multiplied by mma.sync on sm_90 too."""
+
+_ELEMENT_BY_ELEMENT = (
+    "rows that allow no 16-byte accesses: each element is loaded by itself, through a pointer of its own, and"
+    " waits in a register, since cp.async copies no less than 4 bytes; meant to be right, not to be fast"
+)
+SPILLS = {
+    **{
+        f"{kernel}-{chip}-float16-D128-unaligned": _ELEMENT_BY_ELEMENT
+        for kernel in ("forward", "dkdv", "dq")
+        for chip in SHARED_MEMORY
+    },
+    "dq-sm80-float16-D192": (
+        "two registers: the tile is that of D = 256, which takes all 255, and the padding has a mask on top"
+    ),
+}
+"""Configurations that may spill, by name, and why."""
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A configuration on a chip. In a file what is 0 is left out.
+
+    Attributes:
+        BM, BN: query and key rows of the tile; 0 for kernels of one fixed shape.
+        warps: of 32 threads each.
+        stages: depth of the software pipeline.
+        shared: bytes of shared memory of a block.
+        registers: 32-bit registers of a thread.
+        stack: bytes of stack of a thread: what is spilled.
+        mma, wgmma: instructions of tensor cores: synchronous (mma.sync), asynchronous ones of a warp group.
+        tf32: those of them whose operands are TF32.
+        cp_async_16, cp_async: asynchronous copies of 16 bytes, and of 4 or 8.
+        tma: bulk asynchronous copies.
+        ld_global_16, ld_global: loads of 16 bytes from global memory, and narrower ones.
+        st_global_16, st_global: stores.
+        ldmatrix: loads of operands from shared memory.
+        ex2, fma: exponentials, and multiply-adds, in float32.
+        barriers: bar.sync.
+        instructions: all, whatever they are.
+    """
+
+    BM: int = 0
+    BN: int = 0
+    warps: int
+    stages: int
+    shared: int = 0
+    registers: int
+    stack: int = 0
+    mma: int = 0
+    wgmma: int = 0
+    tf32: int = 0
+    cp_async_16: int = 0
+    cp_async: int = 0
+    tma: int = 0
+    ld_global_16: int = 0
+    ld_global: int = 0
+    st_global_16: int = 0
+    st_global: int = 0
+    ldmatrix: int = 0
+    ex2: int = 0
+    fma: int = 0
+    barriers: int = 0
+    instructions: int = 0
+
+    @property
+    def tile(self) -> tuple[int, int, int, int]:
+        """BM, BN, warps, stages."""
+        return self.BM, self.BN, self.warps, self.stages
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """A baseline.
+
+    Attributes:
+        version: of the file.
+        implementation: whose kernels.
+        triton: its version.
+        ptxas: the version of the assembler, which Triton brings along; TRITON_PTXAS_PATH names another.
+        failed: configurations that could not be compiled, and why.
+        entries: by name: kernel, chip, arithmetic, head dimension, and what else is special
+            ("forward-sm80-float16-D64-ragged"; `tests.offline.Case`).
+    """
+
+    version: int = VERSION
+    implementation: str
+    triton: str
+    ptxas: str
+    failed: dict[str, str] = {}
+    entries: dict[str, Entry]
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def key() -> Key:
+    """Of what this machine would measure."""
+    import triton
+
+    return Key(KIND, IMPLEMENTATION, DEVICE, torch="", triton=triton.__version__)
+
+
+def measure(workers: int, cases: Sequence[Case] | None = None) -> Resources:
+    """Compiles everything: some 3 minutes on 2 cores, less what Triton's cache has.
+
+    Args:
+        workers: processes that compile; with 1 it is done in this one.
+        cases: what is compiled; all of `tests.offline` if it is left out.
+
+    Raises:
+        ReportError: if Triton does not compile here but interprets, or compiles for another architecture than
+            it is asked to; or a process that compiles dies.
+    """
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        raise ReportError("TRITON_INTERPRET is set: nothing would be compiled; unset it")
+    if triton.knobs.runtime.override_arch:
+        named = triton.knobs.runtime.override_arch
+        raise ReportError(f"TRITON_OVERRIDE_ARCH is {named!r}: all would be compiled for it; unset it")
+    if cases is None:
+        from tests.offline import shipped, unusual
+
+        cases = [*shipped(), *unusual()]
+    if workers <= 1:
+        made = list(map(_made, cases))
+    else:
+        # a fresh process: torch and LLVM have threads, which a fork would leave behind in any state
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
+            try:
+                made = list(pool.map(_made, cases))
+            except BrokenProcessPool:
+                raise ReportError("a process that compiles died (killed for memory? fewer workers)") from None
+    by_name = dict(zip(map(str, cases), made, strict=True))
+    return Resources(
+        implementation=IMPLEMENTATION,
+        triton=triton.__version__,
+        ptxas=triton.knobs.nvidia.ptxas.version,
+        failed={name: of for name, of in by_name.items() if isinstance(of, str)},
+        entries={name: of for name, of in by_name.items() if isinstance(of, Entry)},
+    )
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it ends; else it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _made(case: Case) -> Entry | str:
+    """What becomes of a case; if it cannot be compiled, why."""
+    from tests.offline import compiled
+
+    try:
+        return entry(compiled(case))
+    except Exception as error:  # of Triton, LLVM, ptxas: each has its own kinds
+        text = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+_COUNTED = {
+    "mma": r"(?<![\w.])w?mma\.",
+    "wgmma": r"\bwgmma\.mma_async\.",
+    "tf32": r"mma[\w.]*\.tf32\b",
+    "cp_async_16": r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^;]*, 0x10,",
+    "cp_async": r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* (?![^;]*, 0x10,)",
+    "tma": r"\bcp\.async\.bulk\.(?:tensor|shared|global)",
+    "ld_global_16": r"\bld\.global[\w.:]*\.v4\.b32\b",
+    "ld_global": r"\bld\.global(?![\w.:]*\.v4\.b32\b)",
+    "st_global_16": r"\bst\.global[\w.:]*\.v4\.b32\b",
+    "st_global": r"\bst\.global(?![\w.:]*\.v4\.b32\b)",
+    "ldmatrix": r"\bldmatrix\.",
+    "ex2": r"\bex2\.",
+    "fma": r"\bfma\.rn\.(?:ftz\.)?f32\b",
+    "barriers": r"\bbar(?:rier)?(?:\.cta)?\.sync\b",
+    "instructions": r"(?m)^[ \t]+(?:@!?%\w+ +)?[a-z][\w.:]*(?: [^;]*)?;",
+}
+
+
+def entry(program: Program) -> Entry:
+    """What a program takes."""
+    return Entry(
+        BM=program.tile.BM if program.tile else 0,
+        BN=program.tile.BN if program.tile else 0,
+        warps=program.warps,
+        stages=program.stages,
+        shared=program.shared,
+        registers=program.registers,
+        stack=program.stack,
+        **{name: len(re.findall(pattern, program.ptx)) for name, pattern in _COUNTED.items()},
+    )
+
+
+def read(path: Path) -> Resources:
+    """A file that `write` wrote.
+
+    Raises:
+        ReportError: if it is missing, truncated, of another version, or not a baseline of this kind.
+    """
+    return kept.decode(path, Resources, VERSION)
+
+
+def write(found: Resources, path: Path) -> list[Path]:
+    """Writes a baseline, and its table beside it; returns where."""
+    page = path.with_suffix(".md")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(kept.encode(found))
+    page.write_text(markdown(found), encoding="utf-8")
+    return [path, page]
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+class _Words(NamedTuple):
+    """The words of a configuration's name; `path` is what else is special: "", "full", "ragged", ..."""
+
+    kernel: str
+    chip: str
+    arithmetic: str
+    shape: str
+    path: str
+
+    @staticmethod
+    def of(name: str) -> _Words:
+        words = [*name.split("-", 4), ""]
+        if not 5 <= len(words) <= 6 or words[1] not in SHARED_MEMORY:
+            chips = ", ".join(SHARED_MEMORY)
+            raise ReportError(
+                f"{name!r} is no configuration: kernel-chip-arithmetic-D64[-path], the chip one of {chips}"
+            )
+        kernel, chip, arithmetic, shape, path = words[:5]
+        return _Words(kernel, chip, arithmetic, shape, path)
+
+
+def limits(found: Resources) -> list[Difference]:
+    """What a chip cannot hold, spills that nobody has accounted for, and instructions that are missing.
+
+    Raises:
+        ReportError: if a name is not that of a configuration.
+    """
+    made = [Difference(f"{name}: cannot be compiled: {why}", True) for name, why in found.failed.items()]
+    for name, of in found.entries.items():
+        made += limits_of(name, of)
+    return made
+
+
+def limits_of(name: str, of: Entry) -> list[Difference]:
+    """The limits of one configuration."""
+    words = _Words.of(name)
+    most, threads = SHARED_MEMORY[words.chip], 32 * of.warps
+    broken = []
+    if of.shared > most:
+        broken.append(f"{_kib(of.shared)} KiB of shared memory; a block on {words.chip} has {_kib(most)}")
+    # registers are given out in eights a thread
+    if (taken := math.ceil(of.registers / 8) * 8 * threads) > REGISTERS:
+        broken.append(f"{taken} registers, {of.registers} x {threads} threads; a block has {REGISTERS}")
+    if of.registers > REGISTERS_OF_A_THREAD:
+        broken.append(f"{of.registers} registers a thread; there are {REGISTERS_OF_A_THREAD}")
+    if threads > THREADS:
+        broken.append(f"{threads} threads; a block has at most {THREADS}")
+    if of.stack and name not in SPILLS:
+        broken.append(f"{of.stack} bytes a thread are spilled; reports.resources.SPILLS gives no reason why")
+    if of.BN:
+        broken += _missing_instructions(words, of)
+    made = [Difference(f"{name}: {what}", True) for what in broken]
+    if name in SPILLS and not of.stack:
+        made.append(Difference(f"{name}: spills no more; reports.resources.SPILLS need not list it", False))
+    return made
+
+
+def _missing_instructions(words: _Words, of: Entry) -> Iterable[str]:
+    """What the tiles were chosen for and is not there."""
+    if "unaligned" not in words.path:
+        if not of.ld_global_16:
+            yield "no ld.global of 16 bytes"
+        if not of.st_global_16:
+            yield "no st.global of 16 bytes"
+        # not for TF32, whose operands Triton lays out twice, from registers
+        if of.stages > 1 and words.arithmetic != "tf32" and not of.cp_async_16:
+            yield f"no cp.async of 16 bytes, with {of.stages} stages"
+    if words.arithmetic == "float32":
+        if of.mma or of.wgmma:  # which would shorten the operands
+            yield f"{of.mma + of.wgmma} instructions of tensor cores for float32 that is not TF32"
+        if not of.fma:
+            yield "no fma"
+    elif words.arithmetic == "tf32":
+        if not of.tf32:
+            yield "no instruction of tensor cores for TF32"
+    else:
+        rows = of.BN if words.kernel == "dkdv" else of.BM
+        asynchronous = words.chip == "sm90" and rows >= WGMMA_ROWS
+        wanted, other = ("wgmma", "mma") if asynchronous else ("mma", "wgmma")
+        if not getattr(of, wanted):
+            yield f"no {wanted}"
+        if getattr(of, other):
+            yield f"{getattr(of, other)} {other} where {wanted} should be"
+
+
+# ---------------------------------------------------------------- what has changed
+
+_WORSE_IF_MORE = ("shared", "registers", "stack")
+_WORSE_IF_FEWER = ("mma", "wgmma", "tf32", "cp_async_16", "cp_async", "tma")
+_OTHERS = tuple(
+    name for name in Entry.__struct_fields__
+    if name not in (*_WORSE_IF_MORE, *_WORSE_IF_FEWER, "BM", "BN", "warps", "stages")
+)  # fmt: skip
+
+
+def differences(committed: Resources, found: Resources) -> list[Difference]:
+    """What is not as it was committed: red is what takes more, or has lost instructions that it should have.
+
+    A configuration that is only in `found` is told; one that is only in `committed` is red. With another
+    version of Triton nothing is compared, which is red.
+    """
+    if committed.triton != found.triton:
+        return [
+            Difference(
+                f"the baseline is of Triton {committed.triton}, this is {found.triton}: nothing was compared",
+                True,
+            )
+        ]
+    made = []
+    if committed.ptxas != found.ptxas:
+        what = f"assembled by ptxas {found.ptxas}, the baseline by {committed.ptxas}: registers may differ"
+        made.append(Difference(what, False))
+    for name, old in committed.entries.items():
+        if name in found.entries:
+            made += differences_of(name, old, found.entries[name])
+        else:
+            why = f" ({found.failed[name]})" if name in found.failed else ""
+            made.append(Difference(f"{name}: is in the baseline and was not compiled{why}", True))
+    made += [Difference(f"{name}: is not in the baseline; {UPDATE}", False)
+             for name in found.entries if name not in committed.entries]  # fmt: skip
+    return made
+
+
+def differences_of(name: str, old: Entry, new: Entry) -> list[Difference]:
+    """Of one configuration: at most one that is red and one that is not.
+
+    Instructions of different tiles are not weighed against each other: a smaller tile has fewer of them.
+    """
+    same_tile = old.tile == new.tile
+    worse = _changes(old, new, _WORSE_IF_MORE, 1)
+    better = _changes(old, new, _WORSE_IF_MORE, -1)
+    if same_tile:
+        worse += _changes(old, new, _WORSE_IF_FEWER, -1)
+        better += _changes(old, new, _WORSE_IF_FEWER, 1)
+        others = [change for sign in (1, -1) for change in _changes(old, new, _OTHERS, sign)]
+    else:
+        others = [f"tile {_tile(old)} -> {_tile(new)}"]
+    made = []
+    if worse:
+        what = ", ".join(worse if same_tile else [*worse, *others])
+        made.append(Difference(f"{name}: worse than the baseline: {what}", True))
+    if better:
+        made.append(Difference(f"{name}: better than the baseline: {', '.join(better)}; {UPDATE}", False))
+    elif others and not worse:
+        made.append(Difference(f"{name}: not as in the baseline: {', '.join(others)}; {UPDATE}", False))
+    return made
+
+
+def _changes(old: Entry, new: Entry, fields: Iterable[str], sign: int) -> list[str]:
+    """The fields that became larger (sign 1) or smaller (-1)."""
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in fields]
+    return [f"{name} {was} -> {now}" for name, was, now in pairs if sign * (now - was) > 0]
+
+
+# ---------------------------------------------------------------- for a reader
+
+_ORDER = ("forward", "dkdv", "dq", "delta", "list")
+
+
+def markdown(found: Resources) -> str:
+    """The table as a page: a row for a kernel, arithmetic and head dimension, columns by chip.
+
+    Raises:
+        ReportError: if a name is not that of a configuration.
+    """
+    rows: dict[tuple[str, str, str, str], dict[str, Entry]] = {}
+    for name, of in found.entries.items():
+        words = _Words.of(name)
+        rows.setdefault((words.kernel, words.arithmetic, words.shape, words.path), {})[words.chip] = of
+    lines = [
+        "### What the kernels take, compiled offline",
+        "",
+        f"Implementation {found.implementation}, Triton {found.triton}, ptxas {found.ptxas}:"
+        f" {len(found.entries)} configurations.",
+        "Tile: BM x BN, warps (w), stages (s). KiB: shared memory of a block. reg: registers of a thread, and"
+        " bytes that are spilled. TC: instructions of tensor cores, mma.sync, or wgmma where marked w. cp:"
+        " asynchronous copies of 16 bytes. Instructions are counted in the PTX, each as often as it stands"
+        " there, however often a loop executes it.",
+        "",
+        *_extremes(found.entries),
+    ]
+    if found.failed:
+        lines += [
+            "",
+            "Could not be compiled:",
+            "",
+            *(f"- {name}: {why}" for name, why in found.failed.items()),
+        ]
+    spilled = {name: of.stack for name, of in found.entries.items() if of.stack}
+    if spilled:
+        lines += ["", "What is spilled, and why:", ""]
+        reasons: dict[str, list[str]] = {}
+        for name, stack in spilled.items():
+            reasons.setdefault(SPILLS.get(name, "no reason is known"), []).append(f"{name} ({stack} B)")
+        lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    for title, is_it in _PARTS.items():
+        part = {row: chips for row, chips in rows.items() if is_it(row)}
+        if part:
+            lines += ["", f"#### {title}", "", *_table(part)]
+    return "\n".join(lines) + "\n"
+
+
+def _unusual(row: tuple[str, str, str, str]) -> bool:
+    dim = int(re.findall(r"\d+", row[2])[0])
+    return "x" in row[2] or "unaligned" in row[3] or dim & (dim - 1) != 0
+
+
+_PARTS = {
+    "Causal": lambda row: row[3] == "" and not _unusual(row),
+    "Without a mask": lambda row: row[3] == "full" and not _unusual(row),
+    "Ragged": lambda row: row[3] == "ragged" and not _unusual(row),
+    "Padded head dimensions, and rows that allow no 16-byte accesses": _unusual,
+}
+
+
+def _table(rows: Mapping[tuple[str, str, str, str], Mapping[str, Entry]]) -> list[str]:
+    groups = ("tile", "KiB", "reg", "TC", "cp")
+    head = ["kernel", "arithmetic", "D", *(f"{chip} {group}" for chip in SHARED_MEMORY for group in groups)]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|" + "---|---:|---:|---:|---:|" * len(SHARED_MEMORY)]
+    for (kernel, arithmetic, shape, path), chips in sorted(rows.items(), key=lambda row: _position(row[0])):
+        special = f" {path}" if path == "unaligned" else ""
+        cells = [cell for chip in SHARED_MEMORY for cell in _cells(chips.get(chip), len(groups))]
+        lines.append(f"| {' | '.join([kernel, arithmetic, shape[1:] + special, *cells])} |")
+    return lines
+
+
+def _position(row: tuple[str, str, str, str]) -> tuple[int, int, list[int], str]:
+    arithmetics = ("float16", "bfloat16", "float32", "tf32")
+    dims = [int(dim) for dim in re.findall(r"\d+", row[2])]
+    return _ORDER.index(row[0]), arithmetics.index(row[1]), dims, row[3]
+
+
+def _cells(of: Entry | None, n: int) -> list[str]:
+    if of is None:
+        return [""] * n
+    spilled = f" + {of.stack} B" if of.stack else ""
+    tensor_cores = f"w {of.wgmma}" if of.wgmma else str(of.mma)
+    return [_tile(of), _kib(of.shared), f"{of.registers}{spilled}", tensor_cores, str(of.cp_async_16)]
+
+
+def _extremes(entries: Mapping[str, Entry]) -> list[str]:
+    """Of each chip: how close the closest comes to what it has."""
+    lines = [
+        "| chip | shared memory of a block, KiB | most that is taken | most registers of a thread | spills |",
+        "|---|---:|---|---|---:|",
+    ]
+    for chip, most in SHARED_MEMORY.items():
+        own = {name: of for name, of in entries.items() if _Words.of(name).chip == chip}
+        if not own:
+            continue
+        large = max(own, key=lambda name: own[name].shared)
+        many = max(own.values(), key=lambda of: of.registers).registers
+        with_many = [name for name, of in own.items() if of.registers == many]
+        others = f" and {len(with_many) - 1} more" if len(with_many) > 1 else ""
+        spills = sum(of.stack > 0 for of in own.values())
+        lines.append(
+            f"| {chip} | {_kib(most)} | {_kib(own[large].shared)} ({large})"
+            f" | {many} ({with_many[0]}{others}) | {spills} of {len(own)} |"
+        )
+    return lines
+
+
+def _tile(of: Entry) -> str:
+    shape = f"{of.BM}x{of.BN} " if of.BN else ""
+    return f"{shape}{of.warps}w {of.stages}s"
+
+
+def _kib(size: int) -> str:
+    return f"{size / KIB:.7g}"

@@ -1,0 +1,324 @@
+"""The resource baseline: what is written is read back, each limit is broken by something, worse is red.
+
+Configurations that are really compiled, some of them wrong on purpose, are in tests/test_compile.py: here
+Triton may interpret, and compile nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import triton
+
+from reports import kept, resources
+from reports.errors import ReportError
+from reports.kept import Difference
+from reports.resources import KIB, SHARED_MEMORY, SPILLS, Entry, Resources
+from tests.offline import Program, shipped, unusual
+
+NAME = "forward-sm80-float16-D128"
+AMPERE = Entry(BM=128, BN=64, warps=8, stages=3, shared=96 * KIB, registers=237, mma=256, cp_async_16=48,
+               cp_async=2, ld_global_16=8, st_global_16=8, ldmatrix=152, ex2=68, fma=6, barriers=11,
+               instructions=2500)  # fmt: skip
+HOPPER = Entry(BM=64, BN=64, warps=4, stages=3, shared=112 * KIB, registers=194, wgmma=24, cp_async_16=96,
+               ld_global_16=8, st_global_16=8, ex2=68, barriers=13, instructions=2600)  # fmt: skip
+
+
+def found(**entries: Entry) -> Resources:
+    """A baseline of these, `__` in a name standing for `-`."""
+    named = {name.replace("__", "-"): of for name, of in entries.items()}
+    return Resources(implementation="triton", triton="3.7.1", ptxas="12.8", entries=named)
+
+
+def one(entry: Entry, **changes: int) -> Resources:
+    return found(**{NAME: msgspec.structs.replace(entry, **changes)})
+
+
+def texts(differences: list[Difference], red: bool) -> list[str]:
+    return [of.what for of in differences if of.red == red]
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_a_baseline_is_read_back_and_its_table_lies_beside_it(tmp_path: Path) -> None:
+    whole = found(forward__sm80__float16__D128=AMPERE, forward__sm90__float16__D128=HOPPER)
+    written, page = resources.write(whole, tmp_path / "new folder" / "baseline.json")
+    assert resources.read(written) == whole
+    assert page.read_text(encoding="utf-8") == resources.markdown(whole)
+    lines = written.read_text().splitlines()
+    assert [line.split(":")[0] for line in lines if "sm" in line] == [
+        '  "forward-sm80-float16-D128"',
+        '  "forward-sm90-float16-D128"',
+    ]
+    assert "stack" not in written.read_text(), "what is 0 is left out"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    with pytest.raises(ReportError, match=rf"^{path}: No such file"):
+        resources.read(path)
+    whole = kept.encode(one(AMPERE))
+    path.write_bytes(whole.replace(b'"version": 1', b'"version": 7'))
+    with pytest.raises(ReportError, match=rf"^{path}: a baseline of version 7; this reads version 1$"):
+        resources.read(path)
+    for wrong in (whole[:-3], whole[: len(whole) // 2], b"", b"[]", b'{"version": 1}', b"\xff"):
+        path.write_bytes(wrong)
+        with pytest.raises(ReportError, match=rf"^{path}: not a baseline that can be read \("):
+            resources.read(path)
+
+
+def test_the_name_of_the_file_says_what_was_compiled_for_and_by_what() -> None:
+    version = triton.__version__.partition("+")[0]
+    assert resources.key().name == f"resources-triton-sm80-86-89-90-triton{version}.json"
+
+
+@pytest.mark.parametrize("path", sorted(kept.FOLDER.glob("resources-*.json")), ids=lambda path: path.stem)
+def test_what_is_committed_breaks_no_limit_and_its_table_is_of_the_same_numbers(path: Path) -> None:
+    whole = resources.read(path)
+    assert whole.failed == {}
+    assert resources.limits(whole) == []
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == resources.markdown(whole)
+    assert path.name.endswith(f"triton{whole.triton}.json")
+    assert path.read_bytes() == kept.encode(whole)
+
+
+# ---------------------------------------------------------------- what has changed
+
+
+def test_the_same_again_is_no_difference() -> None:
+    assert resources.differences(one(AMPERE), one(AMPERE)) == []
+    assert resources.differences(one(HOPPER), one(HOPPER)) == []
+
+
+@pytest.mark.parametrize(
+    "field, old, new",
+    [
+        ("shared", 96 * KIB, 96 * KIB + 16),
+        ("registers", 237, 238),
+        ("stack", 0, 8),
+        ("mma", 256, 255),
+        ("cp_async_16", 48, 47),
+        ("cp_async", 2, 0),
+    ],
+)
+def test_what_is_worse_is_red_and_what_is_better_is_told(field: str, old: int, new: int) -> None:
+    change = f"{field} {old} -> {new}"
+    (difference,) = resources.differences(one(AMPERE), one(AMPERE, **{field: new}))
+    assert difference == Difference(f"{NAME}: worse than the baseline: {change}", True)
+    (difference,) = resources.differences(one(AMPERE, **{field: new}), one(AMPERE))
+    change = f"{field} {new} -> {old}"
+    told = f"{NAME}: better than the baseline: {change}; python -m reports baseline update --kind resources"
+    assert difference == Difference(told, False)
+
+
+@pytest.mark.parametrize("field", ["wgmma", "tf32", "tma"])
+def test_fewer_instructions_of_these_are_red_too(field: str) -> None:
+    more = one(HOPPER, **{field: 25})
+    assert texts(resources.differences(more, one(HOPPER, **{field: 24})), red=True)
+    assert not texts(resources.differences(one(HOPPER, **{field: 24}), more), red=True)
+
+
+def test_what_is_worse_in_one_way_and_better_in_another_is_both() -> None:
+    differences = resources.differences(one(AMPERE), one(AMPERE, registers=255, shared=64 * KIB))
+    assert texts(differences, red=True) == [f"{NAME}: worse than the baseline: registers 237 -> 255"]
+    assert len(texts(differences, red=False)) == 1
+
+
+@pytest.mark.parametrize("field", ["ldmatrix", "ex2", "fma", "barriers", "ld_global", "instructions"])
+@pytest.mark.parametrize("by", [1, -1])
+def test_other_instructions_are_told_whichever_way_they_went(field: str, by: int) -> None:
+    old = msgspec.structs.replace(AMPERE, ld_global=5)
+    differences = resources.differences(one(old), one(old, **{field: getattr(old, field) + by}))
+    assert [of.red for of in differences] == [False]
+    assert f"not as in the baseline: {field} " in differences[0].what
+
+
+def test_with_another_tile_instructions_are_not_weighed_but_resources_are() -> None:
+    other = {"BM": 64, "mma": 128, "cp_async_16": 40}
+    (difference,) = resources.differences(one(AMPERE), one(AMPERE, **other))
+    assert not difference.red
+    assert "tile 128x64 8w 3s -> 64x64 8w 3s" in difference.what
+    (difference,) = resources.differences(one(AMPERE), one(AMPERE, **other, registers=240))
+    assert difference.red
+    assert difference.what.endswith("registers 237 -> 240, tile 128x64 8w 3s -> 64x64 8w 3s")
+
+
+def test_a_configuration_that_is_gone_is_red_and_a_new_one_is_told() -> None:
+    both = found(forward__sm80__float16__D128=AMPERE, forward__sm90__float16__D128=HOPPER)
+    gone = "forward-sm90-float16-D128: is in the baseline and was not compiled"
+    assert resources.differences(both, one(AMPERE)) == [Difference(gone, True)]
+    (difference,) = resources.differences(one(AMPERE), both)
+    assert not difference.red
+    assert difference.what.startswith("forward-sm90-float16-D128: is not in the baseline; ")
+    failed = msgspec.structs.replace(one(AMPERE), failed={"forward-sm90-float16-D128": "RuntimeError: why"})
+    assert resources.differences(both, failed) == [Difference(f"{gone} (RuntimeError: why)", True)]
+
+
+def test_another_triton_is_not_compared_and_another_assembler_is_told() -> None:
+    older = msgspec.structs.replace(one(AMPERE), triton="3.6.0")
+    what = "the baseline is of Triton 3.6.0, this is 3.7.1: nothing was compared"
+    assert resources.differences(older, one(AMPERE)) == [Difference(what, True)]
+    newer = msgspec.structs.replace(one(AMPERE), ptxas="13.0")
+    assert [of.red for of in resources.differences(newer, one(AMPERE))] == [False]
+
+
+# ---------------------------------------------------------------- limits
+
+
+def limits(name: str, entry: Entry, **changes: int) -> list[str]:
+    whole = found(**{name: msgspec.structs.replace(entry, **changes)})
+    return texts(resources.limits(whole), red=True)
+
+
+def test_programs_as_they_should_be_break_none() -> None:
+    for chip in ("sm80", "sm86", "sm89"):
+        assert limits(f"forward-{chip}-float16-D128", AMPERE) == []
+    assert limits("forward-sm90-float16-D128", HOPPER) == []
+    fixed = Entry(warps=4, stages=3, registers=60, ld_global_16=4)
+    assert limits("delta-sm80-float16-D64", fixed) == []
+
+
+@pytest.mark.parametrize("chip, most", SHARED_MEMORY.items())
+def test_the_shared_memory_of_each_chip(chip: str, most: int) -> None:
+    entry = HOPPER if chip == "sm90" else AMPERE
+    name = f"forward-{chip}-float16-D128"
+    assert limits(name, entry, shared=most) == []
+    assert "of shared memory; a block on " + chip in limits(name, entry, shared=most + 1)[0]
+
+
+@pytest.mark.parametrize(
+    "changes, what",
+    [
+        ({"registers": 256}, "256 registers a thread; there are 255"),
+        ({"registers": 136, "warps": 16}, "69632 registers, 136 x 512 threads; a block has 65536"),
+        ({"registers": 129, "warps": 16}, "69632 registers, 129 x 512 threads; a block has 65536"),
+        ({"registers": 40, "warps": 33}, "1056 threads; a block has at most 1024"),
+        ({"stack": 8}, "8 bytes a thread are spilled; reports.resources.SPILLS gives no reason why"),
+        ({"mma": 0}, "no mma"),
+        ({"wgmma": 24}, "24 wgmma where mma should be"),
+        ({"cp_async_16": 0}, "no cp.async of 16 bytes, with 3 stages"),
+        ({"ld_global_16": 0}, "no ld.global of 16 bytes"),
+        ({"st_global_16": 0}, "no st.global of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_each_limit_has_a_program_that_breaks_it(changes: dict[str, int], what: str) -> None:
+    assert limits(NAME, AMPERE, **changes) == [f"{NAME}: {what}"]
+
+
+def test_which_instructions_multiply() -> None:
+    wgmma, mma = "no wgmma", "no mma"
+    assert wgmma in limits("forward-sm90-float16-D128", HOPPER, wgmma=0)[0]
+    assert mma in limits("forward-sm90-float16-D128", HOPPER, BM=32)[0], "wgmma takes 64 rows at least"
+    assert limits("dkdv-sm90-float16-D128", HOPPER, BM=32) == [], "whose rows are keys"
+    for mask in ("", "-full", "-ragged"):
+        assert limits(f"{NAME}{mask}", AMPERE, mma=0)
+    single = "forward-sm80-float32-D128"
+    assert "instructions of tensor cores for float32" in limits(single, AMPERE)[0]
+    assert limits(single, AMPERE, mma=0) == []
+    assert "no fma" in limits(single, AMPERE, mma=0, fma=0)[0]
+    tf32 = "forward-sm80-tf32-D128"
+    assert "no instruction of tensor cores for TF32" in limits(tf32, AMPERE, cp_async_16=0)[0]
+    assert limits(tf32, AMPERE, cp_async_16=0, tf32=256) == []
+
+
+def test_spills_that_have_a_reason_are_not_red_and_are_told_once_they_are_gone() -> None:
+    name = "forward-sm80-float16-D128-unaligned"
+    assert SPILLS[name]
+    plain = msgspec.structs.replace(AMPERE, cp_async_16=0, ld_global_16=0, st_global_16=0)
+    assert resources.limits_of(name, msgspec.structs.replace(plain, stack=264)) == []
+    (told,) = resources.limits_of(name, plain)
+    assert (told.red, "spills no more" in told.what) == (False, True)
+
+
+def test_the_list_of_spills_names_configurations_that_are_compiled() -> None:
+    assert SPILLS.keys() <= {str(case) for case in (*shipped(), *unusual())}
+
+
+def test_what_cannot_be_compiled_is_red() -> None:
+    failed = msgspec.structs.replace(one(AMPERE), failed={"dq-sm86-float16-D64": "RuntimeError: no tile"})
+    assert texts(resources.limits(failed), red=True) == [
+        "dq-sm86-float16-D64: cannot be compiled: RuntimeError: no tile"
+    ]
+
+
+@pytest.mark.parametrize("name", ["forward", "forward-sm80-float16", "forward-sm75-float16-D64", ""])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ReportError, match=f"^{name!r} is no configuration"):
+        resources.limits(found(**{name: AMPERE}))
+
+
+# ---------------------------------------------------------------- measuring
+
+PTX = """
+.visible .entry attention_forward(
+{
+	.reg .b32 	%r<10>;
+	ld.param.b64 	%rd1, [attention_forward_param_0];
+	// begin inline asm
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	@!%p2 ld.global.b32 { %r1 }, [ %rd1 + 0 ];
+	ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	@%p1 st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+	st.global.b32 [ %rd1 + 0 ], { %r1 };
+	@%p1 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	@%p1 cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4, %r2;
+	cp.async.commit_group;
+	cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r3];
+	cp.async.bulk.wait_group 0;
+	mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %r1 }, { %r2 }, { %r3 }, { %r4 };
+	mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %r1 }, { %r2 }, { %r3 }, { %r4 };
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%r1}, %rd2, %rd3, 1, 1, 1, 0, 1;
+	wgmma.wait_group.sync.aligned 0;
+	ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r5];
+	ex2.approx.ftz.f32 %r1, %r2;
+	fma.rn.ftz.f32 	%r1, %r2, %r3, %r4;
+	bar.sync 	0;
+	ret;
+}
+"""
+
+
+def test_instructions_are_counted() -> None:
+    entry = resources.entry(Program(None, 4, 3, 1024, 8, 60, PTX))
+    assert entry == Entry(warps=4, stages=3, shared=1024, stack=8, registers=60, mma=2, wgmma=1, tf32=1,
+                          cp_async_16=1, cp_async=1, tma=1, ld_global_16=2, ld_global=1, st_global_16=1,
+                          st_global=1, ldmatrix=1, ex2=1, fma=1, barriers=1, instructions=21)  # fmt: skip
+
+
+@pytest.mark.parametrize("variable, value", [("interpret", True), ("override_arch", "sm80")])
+def test_where_triton_does_not_compile_for_what_it_is_asked_to_nothing_is_measured(
+    variable: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.knobs.runtime, variable, value)
+    with pytest.raises(ReportError, match=f"^TRITON_{variable.upper()} is "):
+        resources.measure(1)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_has_a_row_for_a_shape_and_columns_for_each_chip() -> None:
+    spilling = "dq-sm80-float16-D192"
+    lines = resources.markdown(
+        found(
+            forward__sm80__float16__D128=AMPERE,
+            forward__sm90__float16__D128=HOPPER,
+            **{spilling: msgspec.structs.replace(AMPERE, stack=8, registers=255)},
+        )
+    ).splitlines()
+    assert (
+        "| forward | float16 | 128 | 128x64 8w 3s | 96 | 237 | 256 | 48 |  |  |  |  |  |  |  |  |  |  |"
+        " 64x64 4w 3s | 112 | 194 | w 24 | 96 |"
+    ) in lines
+    assert f"- {spilling} (8 B): {SPILLS[spilling]}." in lines
+    assert (
+        "| sm90 | 227 | 112 (forward-sm90-float16-D128) | 194 (forward-sm90-float16-D128) | 0 of 1 |" in lines
+    )
+    header = next(line for line in lines if line.startswith("| kernel "))
+    assert all(line.count("|") == header.count("|") for line in lines if line.startswith("| forward "))
