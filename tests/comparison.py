@@ -106,6 +106,7 @@ def compare(
     prepared: Prepared | None = None,
     hostile: bool | None = None,
     guard: AbstractContextManager[None] | None = None,
+    explained: bool = True,
 ) -> Record:
     """Runs a case through an implementation and judges every tensor against every reference.
 
@@ -117,6 +118,7 @@ def compare(
         prepared: its inputs and references, if they serve other implementations too.
         hostile: as of `execution.run`; by default on a GPU always, on the CPU for `REPEATED`.
         guard: around the execution, of nothing else.
+        explained: whether a red record gets a diagnosis and error maps, which take longer than the judgement.
     """
     refusal = implementation.claims.refusal(case)
     if refusal:
@@ -128,7 +130,7 @@ def compare(
     if hostile is None:
         hostile = device.type == "cuda" or origin in REPEATED
     outcome = execute(case, implementation, device, prepared.inputs, hostile, guard)
-    return judged(case, implementation, outcome, prepared, origin, clock)
+    return judged(case, implementation, outcome, prepared, origin, clock, explained)
 
 
 def execute(
@@ -158,6 +160,7 @@ def judged(
     prepared: Prepared,
     origin: str,
     clock: _Clock | None = None,
+    explained: bool = True,
 ) -> Record:
     """The record of an outcome, every tensor of which is judged against every reference.
 
@@ -166,6 +169,7 @@ def judged(
         prepared: the inputs and references of the case.
         origin: of the case.
         clock: has taken the time of what came before.
+        explained: as of `compare`.
     """
     clock = _Clock() if clock is None else clock
     clock.seconds["implementation"] = outcome.seconds
@@ -220,6 +224,7 @@ def judged(
     if failed:
         status = "broken"
         reason = "; ".join(dict.fromkeys(f"{v.tensor}: {v.rule}" for v in failed))
+    if failed and explained:
         with clock("diagnosis"):
             diagnosis = [
                 *diagnose(pieces, _calls[implementation.name]),
@@ -227,7 +232,7 @@ def judged(
             ]
         with clock("maps"):
             maps = error_maps(pieces, {verdict.tensor for verdict in failed}, outcome.tiles)
-    elif elements and not power:
+    elif not failed and elements and not power:
         status, reason = "no power", "rounding errors may be as large as the values everywhere"
     if not case.ragged:
         exact = pieces[0].exact

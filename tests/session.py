@@ -14,6 +14,7 @@ import torch
 
 from reports import records
 from reports.records import Record
+from reports.repeats import NOT_AGAIN
 
 from .cases import Case, parse_case
 from .comparison import begun, compare
@@ -24,6 +25,9 @@ from .known_failures import LAW, RAN, KnownFailures
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT_DIR = "FA_REPORT_DIR"
+
+GENERATED = "generated"
+"""The origin of cases that are shrunk."""
 
 HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = 0, 1, 2, 3
 """Exit statuses: every claim that could run here held; something broke; wrong use; nothing was executed
@@ -115,15 +119,19 @@ class Session:
         Raises:
             Broke: if it is. It is not written yet: Hypothesis may find a smaller case.
         """
-        path = self.implementation.path(self.device)
-        guard = self.guard(begun(case, self.implementation, path, origin)(status="running"))
-        record = compare(case, self.implementation, self.device, origin, guard=guard)
-        record = self.known.settled(record)
+        # of a generated case smaller ones are looked for: only the smallest is worth an explanation
+        record = self._compared(case, origin, explained=origin != GENERATED)
         if record.status == "broken":
             self.broken[origin] = record
             raise Broke(record.reason)
         self.write(record)
         return record
+
+    def _compared(self, case: Case, origin: str, explained: bool) -> Record:
+        path = self.implementation.path(self.device)
+        guard = self.guard(begun(case, self.implementation, path, origin)(status="running"))
+        record = compare(case, self.implementation, self.device, origin, guard=guard, explained=explained)
+        return self.known.settled(record)
 
     def guard(self, record: Record) -> AbstractContextManager[None]:
         """What belongs around a call of the implementation.
@@ -142,6 +150,9 @@ class Session:
         """
         record = self.broken.pop(origin, None)
         if record is not None:
+            if origin == GENERATED and not told:
+                again = self._compared(parse_case(record.case), origin, explained=True)
+                record, told = (again, "") if again.status == "broken" else (record, NOT_AGAIN)
             record = msgspec.structs.replace(record, reason=told + record.reason)
             self.write(record)
         return record

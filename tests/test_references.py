@@ -22,7 +22,7 @@ from .comparison import explain
 from .corpus import read_corpus
 from .edges import edges, long
 from .recipes import recipes
-from .session import Broke, Session, interpreted
+from .session import GENERATED, Broke, Session, interpreted
 from .strategies import PROFILES, SHARD, cases, generation, shard_of
 
 Property = Callable[[str, object], None]
@@ -99,9 +99,9 @@ def test_generated(shard: int, session: Session) -> None:
     @generation(SHARD)
     @given(cases(session.implementation.claims, dtype, dims, tile, largest))
     def generated(case: Case) -> None:
-        session.check(case, "generated")
+        session.check(case, GENERATED)
 
-    with _explained(session, "generated"):
+    with _explained(session, GENERATED):
         generated()
 
 

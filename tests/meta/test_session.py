@@ -75,6 +75,21 @@ def test_the_smallest_red_case_is_written_and_explained(folder: Path) -> None:
     assert record.replay in explanation
 
 
+def test_only_the_smallest_red_case_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    explained: list[str] = []
+
+    def diagnose(pieces: Any, calls: Any) -> list[str]:
+        explained.append(pieces[0].case.id)
+        return ["likely: something"]
+
+    monkeypatch.setattr("tests.comparison.diagnose", diagnose)
+    explanation = generate(session_of(lambda q, *rest, **options: attention(1.01 * q, *rest, **options)))
+    (record,) = broken_records(folder)
+    assert explained == [record.case]
+    assert record.diagnosis == ["likely: something"] and "likely: something" in explanation
+    assert {of.tensor for of in record.maps} == {"out"}
+
+
 def test_a_case_that_is_not_red_again_is_red(folder: Path) -> None:
     calls: list[int] = []
 
