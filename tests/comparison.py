@@ -56,6 +56,9 @@ SUITE = frozenset(
 )
 """Files whose lines in a traceback say nothing about the implementation."""
 
+ONE_ROUNDING = 20
+"""Times its limit beyond which a broken rule is not for one more rounding."""
+
 FRAMES, TEXT = 10, 2000
 """Lines of a traceback that are kept, the innermost, and characters of an exception's text."""
 
@@ -257,7 +260,8 @@ def _undeclared(
     One whose tiles are known has declared all: each try costs as much as the judgement did.
     """
     if tiles is not None or any(
-        v.reference == "contract" or v.rule == "finite where it should be" for v in failed
+        v.reference == "contract" or v.rule == "finite where it should be" or v.margin > ONE_ROUNDING
+        for v in failed
     ):
         return
     for name in ("heads_rounded_before_group_sum", "p_rounded_before_ds", "l_from_rounded_p"):

@@ -13,7 +13,7 @@ from reference.oracle import Result
 from ..cases import Case
 from .piece import Calls, Fit, Piece, are, how_sure, joined, sure, tensors_of
 
-LARGEST = 2**22
+LARGEST = 2**19
 """Most scores for which other options are tried: each costs an oracle."""
 
 

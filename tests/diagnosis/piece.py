@@ -131,11 +131,11 @@ class Fit:
             far = (np.maximum(x - e.high, e.low - x) > FAR * e.sigma).all(0)
         return cls(within, judged, far & np.isfinite(e.value))
 
-    @property
+    @cached_property
     def wrong(self) -> Mask:
         return self.judged & ~self.within
 
-    @property
+    @cached_property
     def suspect(self) -> Mask:
         """What is wrong, or may be: where it is said what is right, none of it is."""
         return self.judged & (~self.within | self.far)

@@ -22,10 +22,10 @@ def batch_entries(pieces: Sequence[Piece]) -> Iterator[str]:
     """Batch entries, or sequences, that are right throughout while others are not."""
     wrong: dict[int, bool] = {}
     for piece in pieces:
-        for number, entry in enumerate(piece.entries):
-            fits = [(fit.suspect[number].any(), fit.judged[number].any()) for fit in piece.fits.values()]
-            if any(judged for _, judged in fits):
-                wrong[entry] = any(is_wrong for is_wrong, _ in fits)
+        axes = [(fit, tuple(range(1, fit.judged.ndim))) for fit in piece.fits.values()]
+        bad = np.any([fit.suspect.any(rest) for fit, rest in axes], axis=0)
+        judged = np.any([fit.judged.any(rest) for fit, rest in axes], axis=0)
+        wrong |= {entry: bool(bad[i]) for i, entry in enumerate(piece.entries) if judged[i]}
     yield from _partly(pieces[0].entry, wrong)
 
 
@@ -36,11 +36,9 @@ def heads(pieces: Sequence[Piece]) -> Iterator[str]:
     group = case.heads_q // case.heads_kv
     wrong: dict[int, bool] = {}
     in_group: dict[int, list[bool]] = {}
-    for head in range(case.heads_q):
-        fits = [piece.fits[name] for piece in pieces for name in of_queries]
-        if any(fit.judged[:, head].any() for fit in fits):
-            wrong[head] = any(fit.suspect[:, head].any() for fit in fits)
-            in_group.setdefault(head % group, []).append(wrong[head])
+    for head, is_wrong in _by_head(pieces, of_queries).items():
+        wrong[head] = is_wrong
+        in_group.setdefault(head % group, []).append(is_wrong)
     right = [place for place, found in in_group.items() if not any(found)]
     if len(right) == 1 < group and all(all(found) or not any(found) for found in in_group.values()):
         yield f"{CERTAIN}: only head {right[0]} of each group of {group} query heads is right"
@@ -51,12 +49,17 @@ def heads(pieces: Sequence[Piece]) -> Iterator[str]:
 def kv_heads(pieces: Sequence[Piece]) -> Iterator[str]:
     """KV heads of dk and dv that are right throughout while others are not."""
     of_keys = [name for name in tensors_of(pieces) if name in ("dk", "dv")]
-    wrong: dict[int, bool] = {}
-    for head in range(pieces[0].case.heads_kv):
-        fits = [piece.fits[name] for piece in pieces for name in of_keys]
-        if any(fit.judged[:, head].any() for fit in fits):
-            wrong[head] = any(fit.suspect[:, head].any() for fit in fits)
-    yield from _partly("KV head", wrong)
+    yield from _partly("KV head", _by_head(pieces, of_keys))
+
+
+def _by_head(pieces: Sequence[Piece], names: Sequence[str]) -> dict[int, bool]:
+    """Whether anything is wrong in a head of some tensors, of those heads that can be judged."""
+    fits = [(piece.fits[name], (0, 2) if name == "lse" else (0, 2, 3)) for piece in pieces for name in names]
+    if not fits:
+        return {}
+    bad = np.any([fit.suspect.any(rest) for fit, rest in fits], axis=0)
+    judged = np.any([fit.judged.any(rest) for fit, rest in fits], axis=0)
+    return {head: bool(bad[head]) for head in range(len(bad)) if judged[head]}
 
 
 def _partly(what: str, wrong: Mapping[int, bool]) -> Iterator[str]:

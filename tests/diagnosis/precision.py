@@ -19,6 +19,9 @@ SMALL_SUMS = 2.0**-7
 FEWEST, FEWEST_OF_LARGE = 48, 16
 """Elements of which something is said: of errors a little too large, and of errors much too large."""
 
+SUDDEN = 8.0
+"""Times that an error grows from one number of tiles to the next if it is another fault, of some rows."""
+
 LARGE_Z = 3.0
 """Of most elements, if errors are larger than those of a correct kernel."""
 
@@ -100,7 +103,7 @@ def _growing(errors: Sequence[_Errors], name: str) -> str:
     if len(sizes) < 2 or sizes[-1] < 2 * sizes[0]:
         return ""
     rms = [math.sqrt(float((np.concatenate(groups[n]) ** 2).mean())) for n in sizes]
-    if rms[-1] < 2 or rms[-1] < 1.5 * rms[0] or any(b < 0.8 * a for a, b in pairwise(rms)):
+    if rms[-1] < 2 or rms[-1] < 1.5 * rms[0] or any(b < 0.8 * a or b > SUDDEN * a for a, b in pairwise(rms)):
         return ""
     return (
         f"worse the more tiles are added up (rms z {rms[0]:.2g} of {sizes[0]}, {rms[-1]:.3g} of {sizes[-1]}):"

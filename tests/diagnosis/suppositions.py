@@ -46,7 +46,7 @@ def as_if(pieces: Sequence[Piece], explained: Container[str]) -> Iterator[str]:
         explained: tensors of which it is known already.
     """
     names = [name for name in wrong_tensors(pieces) if name not in explained]
-    if not names or sum(p.scores * max(p.case.dim, p.case.dim_v) for p in pieces) > LARGEST:
+    if not names or sum(map(_products, pieces)) > LARGEST:
         return
     known = [(piece, piece.attention) for piece in pieces if piece.attention]
     if len(known) != len(pieces):
@@ -68,6 +68,13 @@ def as_if(pieces: Sequence[Piece], explained: Container[str]) -> Iterator[str]:
         for name in found.keys() - FORWARD:
             found[name] = {words: each for words, each in found[name].items() if words in known_words}
     yield from _told(found)
+
+
+def _products(piece: Piece) -> int:
+    """How many are added up for S or out, keys up to the end of the last tile counted."""
+    case, tile = piece.case, piece.tile_of("out")[1]
+    keys = -(-case.len_k // tile) * tile
+    return case.batch * case.heads_q * case.len_q * keys * max(case.dim, case.dim_v)
 
 
 def _told(found: Mapping[str, Mapping[str, _Found]]) -> Iterator[str]:
