@@ -177,7 +177,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         if item.name.startswith("test_replay[") or config.option.case:
             return item.name.startswith("test_replay[") and bool(config.option.case)
-        return config.option.impl == OWN or item.path.name in ABOUT_IMPLEMENTATIONS
+        about = item.path.parent == ROOT / "tests" and item.path.name in ABOUT_IMPLEMENTATIONS
+        return config.option.impl == OWN or about
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = sorted(filter(runs, items), key=lambda item: not item.name.startswith("test_corpus["))
@@ -187,7 +188,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """A comparison that was not claimed, or that could show nothing, is not counted as passed."""
     status = dict(getattr(report, "user_properties", ())).get("comparison")
-    if report.when == "call" and report.passed and status in ("not claimed", "no power", "known failure"):
+    from reports.junit import NOT_PASSED
+
+    if report.when == "call" and not report.failed and status in NOT_PASSED:
         return str(status), "-", str(status).upper()
     return None
 

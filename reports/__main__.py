@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +24,8 @@ COMMANDS = {
 """By name: the module that does it, and what that is."""
 
 WRONG_USE = 2
+NOT_READ = 141
+"""As a shell says of a process that SIGPIPE ends."""
 
 
 class Command(Protocol):
@@ -55,7 +58,12 @@ def main(words: Sequence[str] | None = None) -> int:
         modules[name].add_arguments(one)
     args = parser.parse_args(words)
     try:
-        return modules[args.command].main(args)
+        status = modules[args.command].main(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_READ
     except ReportError as error:
         print(f"python -m reports {args.command}: {error}", file=sys.stderr)
         return WRONG_USE

@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.workers != "auto" and not (args.workers.isdecimal() and int(args.workers) > 0):
         raise ReportError(f"-n is {args.workers!r}; it may be auto or a whole number, at least 1")
+    if args.baseline_dir.exists() and not args.baseline_dir.is_dir():
+        raise ReportError(f"--baseline-dir is {args.baseline_dir}, a file; it must be a folder")
+    if args.like and args.action == "update":
+        raise ReportError("--as is given with update; it is for check")
     statuses = []
     if args.kind in ("errors", "all"):
         statuses += _errors(args)
@@ -74,7 +78,12 @@ def _errors(args: argparse.Namespace) -> list[int]:
         key = errors.key_of(target)
         if args.action == "update":
             runs = errors.executed(target, range(errors.RUNS))
-            _write(args.baseline_dir / key.name, errors.baseline(key, runs))
+            if red := errors.red(runs):
+                print(f"not written: {red}")
+                statuses.append(WORSE)
+                continue
+            made = errors.baseline(key, runs)
+            _write(args.baseline_dir / key.name, made, f"of {len(made.cases)} cases")
             statuses.append(HELD)
             continue
         if args.like:
@@ -86,7 +95,8 @@ def _errors(args: argparse.Namespace) -> list[int]:
         committed = kept.decode(path, errors.Errors, errors.VERSION)
         (found,) = errors.executed(target, [0])
         differs = errors.differences(committed, found)
-        statuses.append(_told(path, f"{len(found)} cases", differs))
+        compared = sum(bool(record.tensors) for record in found)
+        statuses.append(_told(path, f"{compared} of {len(committed.cases)} cases compared", differs))
     return statuses
 
 
@@ -129,10 +139,10 @@ def _as_the_suite_does() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _write(path: Path, baseline: msgspec.Struct) -> None:
+def _write(path: Path, baseline: msgspec.Struct, of: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(kept.encode(baseline))
-    print(f"written: {path}")
+    print(f"written: {path}, {of}")
 
 
 def _missing(path: Path, key: Key, args: argparse.Namespace) -> int:
@@ -141,7 +151,11 @@ def _missing(path: Path, key: Key, args: argparse.Namespace) -> int:
         options["--baseline-dir"] = str(args.baseline_dir)
     given = {name: value for name, value in options.items() if value}
     if args.like:
-        given["--impl"] = args.like
+        there = sorted(other.name for other in args.baseline_dir.glob(f"{key.kind}-*.json"))
+        raise ReportError(
+            f"--as is {args.like!r}, and there is no {path.name}; {args.baseline_dir} has"
+            f" {', '.join(there) or 'none'}"
+        )
     versions = f"torch {key.torch}, " if key.torch else ""
     where = f" on path {key.path}" if key.path else ""
     words = ["python -m reports baseline update --kind", key.kind, kept.command(given)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,7 +244,8 @@ def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
         case = parsed(record.case)
         if not of.of_case(case, run.claims if run else {}):
             continue
-        verdicts = [v for v in record.verdicts if of.of_verdict(v)]
+        broke = {(v.tensor, v.rule) for v in record.verdicts if not v.held}
+        verdicts = [v for v in record.verdicts if of.of_verdict(v) and not _echoes(v, broke)]
         if not verdicts:
             continue
         executed += 1
@@ -260,6 +261,12 @@ def _cell(of: Property, found: Iterable[Record], run: Run | None) -> Cell:
         return Cell("not run")
     _, first, why = min(smallest, default=(0, "", ""))
     return Cell("broken" if broken else "held", executed, broken, known, first, why)
+
+
+def _echoes(v: Verdict, broke: Container[tuple[str, str]]) -> bool:
+    """Whether a further run broke what the first had broken already: that says nothing of repetition."""
+    rule = v.rule.partition(": ")[2]
+    return bool(rule) and not v.held and (v.tensor, rule) in broke
 
 
 def _laws(tests: Sequence[LawTest]) -> Cell:

@@ -17,7 +17,7 @@ from .outcomes import Changes, changes, report
 from .records import Record, TensorSummary
 from .run import RUN, Run
 from .run import read as read_run
-from .summary import RECORDS, comparisons
+from .summary import EXECUTED, RECORDS, comparisons
 
 DESCRIPTION = """\
 Compares two runs by their records: A is the one before, B the one after. Each is a folder that a run wrote
@@ -27,10 +27,15 @@ Printed are the comparisons that are newly broken, those that are mended, those 
 (by number), and for each path, dtype and tensor the largest use of the hard bound, the largest z and the root
 mean square of z in both, over the comparisons that both have.
 
-Exit status: 0 nothing is newly broken; 1 something is; 2 wrong use.
+A law that is red in B and was not in A is newly broken too, and so is what is red in B and did not run in A.
+
+Exit status: 0 nothing is newly broken; 1 something is; 2 wrong use; 3 the two have nothing in common.
 """
 
-SAME, NEWLY_BROKEN = 0, 1
+SAME, NEWLY_BROKEN, NOTHING = 0, 1, 3
+
+LAW = "law"
+"""The origin of records about laws."""
 
 LISTED = 20
 """Comparisons that are listed; more are counted."""
@@ -100,9 +105,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    found, growth = compared(read(args.before), read(args.after))
-    show(args.before, args.after, found, growth)
-    return NEWLY_BROKEN if found.broken else SAME
+    before, after = read(args.before), read(args.after)
+    found, growth = compared(before, after)
+    more = only_now(before, after)
+    show(args.before, args.after, found, growth, more)
+    if found.broken or more:
+        return NEWLY_BROKEN
+    return SAME if found.shared else NOTHING
+
+
+def only_now(before: Sequence[Record], after: Sequence[Record]) -> list[Record]:
+    """Red laws that were not red before, and red comparisons that were not executed before."""
+
+    def name(record: Record) -> tuple[str, ...]:
+        laws = [v.rule for v in record.verdicts if not v.held] if record.origin == LAW else []
+        return record.path, record.case, record.origin if record.origin == LAW else "", *laws
+
+    there = {name(record) for record in before if record.origin == LAW or record.status in EXECUTED}
+    return [record for record in after if record.status == "broken" and name(record) not in there]
 
 
 def read(path: Path) -> list[Record]:
@@ -119,7 +139,7 @@ def read(path: Path) -> list[Record]:
     return records.read(file)
 
 
-def show(before: Path, after: Path, found: Changes, growth: Sequence[Growth]) -> None:
+def show(before: Path, after: Path, found: Changes, growth: Sequence[Growth], more: Sequence[Record]) -> None:
     """Prints what has changed."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -142,6 +162,13 @@ def show(before: Path, after: Path, found: Changes, growth: Sequence[Growth]) ->
                 say(f"    replay: {one.replay}")
         if len(listed) > LISTED:
             say(f"  {what}: {len(listed) - LISTED} more")
+    laws = sum(record.origin == LAW for record in more)
+    say(f"red only in B: {len(more) - laws} comparisons that A has not, {laws} laws")
+    for record in more[:LISTED]:
+        say(f"  red: {record.case} ({record.reason})")
+        say(f"    replay: {record.replay}")
+    if len(more) > LISTED:
+        say(f"  red: {len(more) - LISTED} more")
     if not growth:
         return
     table = Table(box=None, pad_edge=False)

@@ -236,18 +236,26 @@ class Numbers:
         return math.sqrt(sum(x * x for x in values) / len(values))
 
 
+def red(runs: Sequence[Sequence[Record]]) -> str:
+    """What is wrong and hence no measure; empty if nothing is."""
+    found = [record for run in runs for record in run if record.status == "broken"]
+    if not found:
+        return ""
+    cases = {name_of(record) for record in found}
+    return (
+        f"{len(found)} comparisons are red, of {len(cases)} cases in {len(runs)} runs, so that no baseline is"
+        f" made of them; the first: {found[0].case}: {found[0].reason}"
+    )
+
+
 def baseline(key: Key, runs: Sequence[Sequence[Record]]) -> Errors:
     """The baseline of several runs.
 
     Raises:
         ReportError: if a comparison is red: what is wrong is no measure.
     """
-    red = [record for run in runs for record in run if record.status == "broken"]
-    if red:
-        raise ReportError(
-            f"{len(red)} comparisons are red, so that no baseline is made of them; the first: {red[0].case}:"
-            f" {red[0].reason}"
-        )
+    if told := red(runs):
+        raise ReportError(told)
     numbers = [Numbers(run) for run in runs]
     groups, cases = {}, defaultdict[str, dict[str, float]](dict)
     for group in sorted(numbers[0].rms):

@@ -15,6 +15,9 @@ from .outcomes import Outcome, outcome
 from .records import Record
 from .summary import EXECUTED
 
+NOT_PASSED = ("not claimed", "no power", "known failure")
+"""Statuses of comparisons of which nothing is proved."""
+
 NUMBERS = ("largest_z", "budget_use")
 """Properties that are numbers; "inf" if something is not finite that should be, or nothing came."""
 
@@ -36,6 +39,16 @@ class Properties:
             return (yield)
         finally:
             item.user_properties += properties(self.written)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """What was not executed is skipped in JUnit, which knows no other word for it."""
+        report: pytest.TestReport = yield
+        status = dict(report.user_properties).get("comparison")
+        if report.when == "call" and report.passed and status in NOT_PASSED:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {status}")
+        return report
 
 
 def properties(written: Sequence[Record]) -> list[tuple[str, object]]:

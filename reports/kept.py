@@ -8,6 +8,7 @@ number is a change of one line, and what cannot be compared is said to be missin
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,4 +118,4 @@ def decode(path: Path, type: type[T], version: int) -> T:
 
 def command(words: Mapping[str, str | None]) -> str:
     """The options of a command line, those that are given."""
-    return " ".join(f"{name} {value}" if value else name for name, value in words.items())
+    return shlex.join(word for pair in words.items() for word in pair if word)

@@ -16,7 +16,7 @@ from .folder import Folder
 RUN = "run.json"
 """The file."""
 
-LAWS = "test_laws.py"
+LAWS = Path("tests/test_laws.py")
 
 
 class LawTest(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class RunFile:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, _, name = report.nodeid.partition("::")
-        if Path(file).name != LAWS:
+        if Path(file) != LAWS:
             return
         if report.when == "call" or not report.passed:
             reason = ""

@@ -44,8 +44,9 @@ def main(args: argparse.Namespace) -> int:
     name = _named(args.case, {record.case for _, record in found})
     try:
         case = parse_case(name)
-    except ValueError as error:
-        raise ReportError(f"CASE is {args.case!r}: {error}") from None
+    except ValueError:
+        print(f"no case in {args.folder} has {args.case!r} in its id, and it is no id of a case")
+        return NONE
     of_case = [(path, record) for path, record in found if record.case == case.id]
     print(f"{case.id}\n{case.words()}")
     for path, record in of_case:
@@ -55,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
         print(line)
     if of_case:
         return FOUND
-    print(f"\nno record of it in {args.folder}; this makes one:")
+    print(
+        f"\nno record of it in {args.folder}; this makes one, with --impl or --manifest if it is of another:"
+    )
     print(f"  python -m pytest tests/test_references.py --case {case.id}")
     return NONE
 

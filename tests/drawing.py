@@ -83,6 +83,7 @@ def common(claims: Iterable[Claims], pair: Pair) -> Claims:
     }
     return Claims(
         positive_scale=any(c.positive_scale for c in asked),
+        fewest_keys=max((c.fewest_keys for c in asked), default=1),
         causal_alignment="top-left" if top_left else "bottom-right",
         strided=any(c.strided for c in asked),  # the others get the same values, contiguous
         **together,
@@ -159,8 +160,12 @@ def _shape(random: Random, pair: Pair, claims: Claims, free: bool) -> Case:
         scores = _scores(kept)
     else:
         len_q, len_k = _lengths(random, claims, causal, tile)
-        if top_left or not claims.cross_lengths:
+        square = top_left or not claims.cross_lengths
+        if square:
             len_k = len_q
+        if not claims.takes_keys(len_k):
+            len_k = claims.fewest_keys
+            len_q = len_k if square else len_q
         case = replace(case, len_q=len_q, len_k=len_k)
         scores = len_q * len_k
     room = max(1, LARGEST // max(1, scores))

@@ -11,7 +11,7 @@ import numpy as np
 from reference.oracle import Result
 
 from ..cases import Case
-from .piece import Calls, Fit, Piece, are, how_sure, joined, sure, tensors_of
+from .piece import Calls, Fit, Piece, are, how_sure, joined, no_surer, sure, tensors_of
 
 LARGEST = 2**19
 """Most scores for which other options are tried: each costs an oracle."""
@@ -29,7 +29,7 @@ def other_options(pieces: Sequence[Piece]) -> Iterator[str]:
         ]
         # where what is right fits them too, they tell nothing
         vague = {name for name in tensors_of(pieces) if _alike(name, pieces, exact)}
-        yield from _explained(pieces, tried, f"as with {words}", vague)
+        yield from _explained(pieces, exact, tried, f"as with {words}", vague)
 
 
 def _alike(name: str, pieces: Sequence[Piece], others: Sequence[Result]) -> bool:
@@ -92,7 +92,11 @@ def _same_numbers(one: Case, other: Case) -> bool:
 
 
 def _explained(
-    pieces: Sequence[Piece], tried: Sequence[Mapping[str, Fit]], words: str, vague: Container[str]
+    pieces: Sequence[Piece],
+    exact: Sequence[Result],
+    tried: Sequence[Mapping[str, Fit]],
+    words: str,
+    vague: Container[str],
 ) -> Iterator[str]:
     """The tensors that a hypothesis explains, but for some, as one sentence for each degree of certainty."""
     found: dict[str, list[str]] = {}
@@ -104,7 +108,13 @@ def _explained(
         judged = joined(fits[name].judged for fits in tried)
         if (wrong & ~judged).any():  # with those options nothing could be said about what is wrong
             continue
-        if how := how_sure(within, judged, wrong):
+        with np.errstate(invalid="ignore"):
+            x = joined(piece.results[name] for piece in pieces)[wrong]
+            left, error = (
+                np.abs(x - joined(getattr(of, name).value for of in those)[wrong])
+                for those in (exact, [piece.exact for piece in pieces])
+            )
+        if how := no_surer(how_sure(within, judged, wrong), left, error):
             found.setdefault(how, []).append(name)
     for how, names in found.items():
         yield f"{how}: {are(names)} {words}"

@@ -188,6 +188,25 @@ def how_sure(fits: Mask, judged: Mask, wrong: Mask) -> str:
     return LIKELY if min(fits[judged].mean(), fits[wrong].mean()) >= NEARLY_ALL else ""
 
 
+CLOSE, CLOSER = 0.1, 0.3
+"""Of the error, what a certain and a likely hypothesis may leave: where bounds are wide anything fits."""
+
+
+def no_surer(how: str, left: Array, error: Array) -> str:
+    """How sure a hypothesis is by what it leaves of the errors of the elements that are wrong."""
+    finite = np.isfinite(left) & np.isfinite(error)
+    share = float(left[finite].sum()) / max(float(error[finite].sum()), 1e-300) if finite.any() else 0.0
+    if how == CERTAIN and share > CLOSE:
+        how = LIKELY
+    return "" if share > CLOSER else how
+
+
+def same_as(x: Array, y: Array) -> Mask:
+    """Where numbers are equal, or both NaN."""
+    same: Mask = (x == y) | (np.isnan(x) & np.isnan(y))
+    return same
+
+
 def joined(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([array.ravel() for array in arrays])
 

@@ -7,12 +7,16 @@ What is said here is true by what it counts; it is *certain* if all of the place
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .piece import CERTAIN, LIKELY, Mask, Piece, tensors_of, wrong_tensors
+from .piece import CERTAIN, LIKELY, Mask, Piece, wrong_tensors
 
 OF_QUERIES = ("out", "lse", "dq")
+
+SEEN = 0.5
+"""Of the relative error elsewhere: bounds that are no wider would have shown it."""
 
 MOST = 0.6
 """Of all rows, how many a place may have: what most rows are is no place."""
@@ -20,52 +24,104 @@ MOST = 0.6
 
 def batch_entries(pieces: Sequence[Piece]) -> Iterator[str]:
     """Batch entries, or sequences, that are right throughout while others are not."""
-    wrong: dict[int, bool] = {}
-    for piece in pieces:
-        axes = [(fit, tuple(range(1, fit.judged.ndim))) for fit in piece.fits.values()]
-        bad = np.any([fit.suspect.any(rest) for fit, rest in axes], axis=0)
-        judged = np.any([fit.judged.any(rest) for fit, rest in axes], axis=0)
-        wrong |= {entry: bool(bad[i]) for i, entry in enumerate(piece.entries) if judged[i]}
-    yield from _partly(pieces[0].entry, wrong)
+    yield from _partly(pieces[0].entry, _states(pieces, wrong_tensors(pieces), 0))
 
 
 def heads(pieces: Sequence[Piece]) -> Iterator[str]:
     """Query heads that are right throughout while others are not; of groups, by their place in the group."""
-    of_queries = [name for name in tensors_of(pieces) if name in OF_QUERIES]
+    names = [name for name in wrong_tensors(pieces) if name in OF_QUERIES]
     case = pieces[0].case
     group = case.heads_q // case.heads_kv
-    wrong: dict[int, bool] = {}
-    in_group: dict[int, list[bool]] = {}
-    for head, is_wrong in _by_head(pieces, of_queries).items():
-        wrong[head] = is_wrong
-        in_group.setdefault(head % group, []).append(is_wrong)
-    right = [place for place, found in in_group.items() if not any(found)]
-    if len(right) == 1 < group and all(all(found) or not any(found) for found in in_group.values()):
+    states = _states(pieces, names, 1)
+    in_group: dict[int, set[str]] = {}
+    for head, state in states.items():
+        in_group.setdefault(head % group, set()).add(state)
+    right = [place for place, found in in_group.items() if found == {RIGHT}]
+    if len(right) == 1 < group and all(found in ({RIGHT}, {WRONG}) for found in in_group.values()):
         yield f"{CERTAIN}: only head {right[0]} of each group of {group} query heads is right"
         return
-    yield from _partly("head", wrong)
+    yield from _partly("head", states)
 
 
 def kv_heads(pieces: Sequence[Piece]) -> Iterator[str]:
     """KV heads of dk and dv that are right throughout while others are not."""
-    of_keys = [name for name in tensors_of(pieces) if name in ("dk", "dv")]
-    yield from _partly("KV head", _by_head(pieces, of_keys))
+    names = [name for name in wrong_tensors(pieces) if name in ("dk", "dv")]
+    yield from _partly("KV head", _states(pieces, names, 1))
 
 
-def _by_head(pieces: Sequence[Piece], names: Sequence[str]) -> dict[int, bool]:
-    """Whether anything is wrong in a head of some tensors, of those heads that can be judged."""
-    fits = [(piece.fits[name], (0, 2) if name == "lse" else (0, 2, 3)) for piece in pieces for name in names]
-    if not fits:
-        return {}
-    bad = np.any([fit.suspect.any(rest) for fit, rest in fits], axis=0)
-    judged = np.any([fit.judged.any(rest) for fit, rest in fits], axis=0)
-    return {head: bool(bad[head]) for head in range(len(bad)) if judged[head]}
+RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 
 
-def _partly(what: str, wrong: Mapping[int, bool]) -> Iterator[str]:
-    """One that is right, or wrong, alone among several."""
-    right = [number for number, is_wrong in wrong.items() if not is_wrong]
-    bad = [number for number, is_wrong in wrong.items() if is_wrong]
+@dataclass
+class _Place:
+    """What is known of a tensor in a batch entry or head.
+
+    Attributes:
+        judged, wrong: whether anything can be judged, and is wrong.
+        errors, values, bounds: sums of squares.
+        elements: how many.
+    """
+
+    judged: bool = False
+    wrong: bool = False
+    errors: float = 0.0
+    values: float = 0.0
+    bounds: float = 0.0
+    elements: int = 0
+
+
+def _states(pieces: Sequence[Piece], names: Sequence[str], axis: int) -> dict[int, str]:
+    """Of each batch entry (axis 0) or head (axis 1) whether it is right in all of some tensors.
+
+    What is within its bounds is right only if an error as large as elsewhere, in terms of the values, would
+    have been seen; where bounds are wide nothing is known.
+    """
+    found: dict[str, dict[int, _Place]] = {name: {} for name in names}
+    for piece in pieces:
+        for name in names:
+            x, e, fit = piece.results[name], getattr(piece.exact, name), piece.fits[name]
+            rest = tuple(n for n in range(x.ndim) if n != axis)
+            with np.errstate(all="ignore"):
+                error = np.where(fit.judged, np.abs(x - e.value), 0.0)
+                error = np.nan_to_num(error, nan=np.inf, posinf=np.inf)
+                value = np.ones_like(x) if name == "lse" else np.nan_to_num(e.value, posinf=0.0, neginf=0.0)
+                bound = np.where(fit.judged, np.nan_to_num(e.bound, posinf=0.0), 0.0)
+                sums = [(t**2).sum(rest) for t in (error, value, bound)]
+            bad, judged = (np.asarray(mask.any(rest)) for mask in (fit.suspect, fit.judged))
+            for number, label in enumerate(piece.entries if axis == 0 else range(x.shape[1])):
+                place = found[name].setdefault(label, _Place())
+                place.judged |= bool(judged[number])
+                place.wrong |= bool(bad[number])
+                place.errors += float(sums[0][number])
+                place.values += float(sums[1][number])
+                place.bounds += float(sums[2][number])
+                place.elements += x.size // x.shape[axis]
+    return {
+        label: state
+        for label in dict.fromkeys(label for places in found.values() for label in places)
+        if (state := _state([(places, places[label]) for places in found.values() if label in places]))
+    }
+
+
+def _state(of_tensors: Sequence[tuple[Mapping[int, _Place], _Place]]) -> str:
+    """Empty if nothing can be judged."""
+    judged = [(places, place) for places, place in of_tensors if place.judged]
+    if any(place.wrong for _, place in judged):
+        return WRONG
+    for places, place in judged:
+        wrong = [other for other in places.values() if other.wrong]
+        errors, values = (sum(getattr(other, field) for other in wrong) for field in ("errors", "values"))
+        relative = np.inf if not values else np.sqrt(errors / values)
+        if wrong and not np.sqrt(place.bounds) <= SEEN * relative * np.sqrt(place.values):
+            return UNKNOWN
+    return RIGHT if judged else ""
+
+
+def _partly(what: str, states: Mapping[int, str]) -> Iterator[str]:
+    """One that is right, or wrong, alone among several of which all is known."""
+    right, bad = ([number for number, state in states.items() if state == of] for of in (RIGHT, WRONG))
+    if len(right) + len(bad) < len(states):
+        return
     if len(right) == 1 and bad:
         others = f"{what} {bad[0]} is" if len(bad) == 1 else "all others are"
         yield f"{CERTAIN}: {what} {right[0]} is right, {others} wrong"
@@ -154,6 +210,8 @@ def _places(piece: Piece, name: str) -> Iterator[tuple[str, Mask]]:
             yield "keys that no row sees", sees == 0
             yield "keys that some rows do not see", sees < others
     own = piece.tile_of(name)[0 if of_queries else 1]
+    if piece.tiles is None:  # what is true whatever they are comes first
+        yield from _extent(piece, name, what)
     sizes = dict.fromkeys([own] if piece.tiles is not None else [own, 16, 32, 64, 128])
     for tile in sizes:
         tiles = -(-length // tile)
@@ -175,12 +233,19 @@ def _places(piece: Piece, name: str) -> Iterator[tuple[str, Mask]]:
         if tiles > 2:
             yield f"every other tile of {tile} {what}s, from the first on", number // tile % 2 == 0
             yield f"every other tile of {tile} {what}s, from the second on", number // tile % 2 == 1
+    if piece.tiles is not None:
+        yield from _extent(piece, name, what)
+
+
+def _extent(piece: Piece, name: str, what: str) -> Iterator[tuple[str, Mask]]:
+    """From the first row that is wrong to the last."""
+    number = np.arange(piece.results[name].shape[2])
     wrong = piece.fits[name].suspect
     bad = np.flatnonzero(wrong.any((0, 1, 3) if wrong.ndim == 4 else (0, 1)))
     if bad.size and not np.isnan(piece.results[name][wrong]).all():  # NaN is listed by `memory`
         first, last = int(bad[0]), int(bad[-1])
         words = f"{what} {first}" if first == last else f"{what}s {first} to {last}"
-        yield f"{words} of {length}", (number >= first) & (number <= last)
+        yield f"{words} of {len(number)}", (number >= first) & (number <= last)
 
 
 def _of_columns(pieces: Sequence[Piece], name: str) -> str:

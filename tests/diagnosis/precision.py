@@ -19,6 +19,9 @@ SMALL_SUMS = 2.0**-7
 FEWEST, FEWEST_OF_LARGE = 48, 16
 """Elements of which something is said: of errors a little too large, and of errors much too large."""
 
+MEDIAN_Z = 1.2
+"""That of a correct kernel is less."""
+
 SUDDEN = 8.0
 """Times that an error grows from one number of tiles to the next if it is another fault, of some rows."""
 
@@ -50,7 +53,7 @@ def small_errors(pieces: Sequence[Piece], explained: Container[str]) -> Iterator
         words = _towards_zero(pieces, name)
         if not words and rms < SMALL_SUMS:
             words = _growing(errors, name)
-        if not words and float(np.median(np.abs(z))) > 1.2 and rms < 2.0**-6:
+        if not words and _throughout(errors) and rms < 2.0**-6:
             words = "off by a little throughout, as if something were rounded in a lower precision"
         if words:
             found.setdefault(words, []).append(name)
@@ -88,6 +91,16 @@ def _tiles(piece: Piece, name: str) -> Array:
         else np.full(case.len_q, case.len_k)
     )
     return np.ceil(np.clip(seen, 0, case.len_k) / keys)
+
+
+def _throughout(errors: Sequence[_Errors]) -> bool:
+    """Whether most elements are further off than a correct kernel's, in every head."""
+    for e in errors:
+        for head in range(e.z.shape[1]):
+            z = np.abs(e.z[:, head][e.compared[:, head]])
+            if z.size and float(np.median(z)) <= MEDIAN_Z:
+                return False
+    return True
 
 
 def _growing(errors: Sequence[_Errors], name: str) -> str:

@@ -14,7 +14,19 @@ import numpy as np
 
 from reference.budget import A
 
-from .piece import CERTAIN, LIKELY, Array, Mask, Piece, are, how_sure, joined, wrong_tensors
+from .piece import (
+    CERTAIN,
+    LIKELY,
+    Array,
+    Mask,
+    Piece,
+    are,
+    how_sure,
+    joined,
+    no_surer,
+    same_as,
+    wrong_tensors,
+)
 from .variations import Attention
 from .visibility import Supposition, Values, everywhere, in_dkdv, in_dq, of_keys, of_query_rows
 
@@ -110,6 +122,7 @@ def _explains(pieces: Sequence[Piece], values: Sequence[Array | None], name: str
     """How sure it is that a tensor is this."""
     near: list[Mask] = []
     as_right: list[Mask] = []
+    left: list[tuple[Array, Array]] = []
     for piece, supposed in zip(pieces, values, strict=True):
         x, e = piece.results[name], getattr(piece.exact, name)
         value = e.value if supposed is None else supposed
@@ -122,14 +135,15 @@ def _explains(pieces: Sequence[Piece], values: Sequence[Array | None], name: str
             own = 8 * A * (1 + piece.exact.score_terms) + (0 if name == "lse" else 4 * piece.exact.dtype.u)
             limit = 2 * bound + own * size
             for y, found in ((x, near), (e.value, as_right)):
-                same = (y == value) | (np.isnan(y) & np.isnan(value))
-                found.append(same | (np.abs(y - value) <= limit))
+                found.append(same_as(y, value) | (np.abs(y - value) <= limit))
+            left.append((np.where(same_as(x, value), 0.0, np.abs(x - value)), np.abs(x - e.value)))
     wrong = joined(piece.fits[name].wrong for piece in pieces)
     judged = joined(piece.fits[name].judged for piece in pieces)
     differ = ~joined(as_right)[wrong]
     if differ.mean() <= 0.5 or not np.isfinite(joined(p.results[name] for p in pieces)[wrong]).any():
         return _Found("", 0)  # what is right would do as well, or anything that is NaN
-    return _Found(how_sure(joined(near), judged, wrong), int(differ.sum()))
+    how = how_sure(joined(near), judged, wrong)
+    return _Found(no_surer(how, *(joined(t)[wrong] for t in zip(*left, strict=True))), int(differ.sum()))
 
 
 def _suppositions(piece: Piece, wrong: set[str]) -> Iterator[tuple[str, Supposition]]:
@@ -216,6 +230,8 @@ def _of_scores(of: Piece) -> Iterator[tuple[str, Supposition]]:
     yield "the scores were multiplied by ln 2", scaled(math.log(2))
     yield "the scores were multiplied by 1 / ln 2", scaled(1 / math.log(2))
     yield "the scores had the opposite sign", scaled(-1)
+    if of.case.effective_scale not in (0.0, 1.0):
+        yield "the scores were multiplied by scale twice", scaled(of.case.effective_scale)
     if of.case.scale is None:
         yield (
             "the default scale were rounded to three decimals",

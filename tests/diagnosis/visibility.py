@@ -148,9 +148,12 @@ def of_keys(
     tile = BM, BN = piece.tile_of(name)
     causal = piece.case.causal
     changes: dict[str, Change] = {}
+    one = piece.case.len_k % BN == 1 and piece.sequences is None
     if name != "dk":  # whose loop is over rows
         changes |= {
-            f"the last tile of {BN} keys were left out": lambda p: p.visible & (p.j < p.last_tile),
+            f"the last tile of {BN} keys were left out{' (the last key)' if one else ''}": lambda p: (
+                p.visible & (p.j < p.last_tile)
+            ),
             f"the first tile of {BN} keys were left out": lambda p: p.visible & (p.j >= BN),
             f"every other tile of {BN} keys were left out": lambda p: p.visible & (p.j // BN % 2 == 0),
             # where the last tile has one key, that is the same

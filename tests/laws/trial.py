@@ -267,12 +267,13 @@ class Trial:
     def near(
         self, tensor: str, found: Tensor, expected: Tensor | float, limit: Tensor, note: str = ""
     ) -> None:
-        """Every element within its limit; infinite limits are not judged."""
+        """Every element within its limit; infinite limits are not judged, and NaN is NaN."""
         expected = torch.as_tensor(expected, dtype=torch.float64, device=found.device)
         x, r, limit = torch.broadcast_tensors(found.double(), expected, limit.double())
         judged = limit.isfinite()
         self.judged += int(judged.sum())
-        error = torch.where(x == r, 0.0, (x - r).abs())
+        same = (x == r) | (x.isnan() & r.isnan())  # what a NaN is not is told by the references
+        error = torch.where(same, 0.0, (x - r).abs())
         excess = torch.where(error <= limit, 0.0, error / limit.clamp(min=1e-300))
         excess = excess.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill_(~judged, 0.0)
         if not excess.numel() or not bool((worst := excess.max()) > 0):

@@ -133,3 +133,64 @@ def test_zeros_are_told() -> None:
         "certain: out is 0 wherever it is wrong",
         "certain: out is wrong only in the first row of each tile of 16",
     ]
+
+
+# ---------------------------------------------------------------- what cannot be told is not told
+
+
+def without_scale_in_dk(right: Any, *tensors: Tensor, **options: Any) -> Any:
+    q, k, v = tensors
+    out, lse = right(q, _Times.apply(k, q.shape[3] ** 0.5), v, **options)
+    return out, lse
+
+
+class _Times(torch.autograd.Function):
+    """The same forward, and the gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_heads_are_compared_in_tensors_that_are_wrong_only(dtype: str) -> None:
+    """A quiet head beside a loud one; dk is wrong in both, and nothing else is."""
+    case = Case(heads_q=2, heads_kv=2, len_q=129, len_k=129, dim=32, dim_v=32, dtype=dtype, values="loud")
+    says = record_of(without_scale_in_dk, case).diagnosis
+    assert "certain: dk is off by a constant factor of 5.657: 1 / scale" in says
+    assert not any("right" in sentence or "only" in sentence for sentence in says)
+
+
+def test_a_head_of_which_nothing_can_be_told_is_not_called_right() -> None:
+    """The last key is left out in every head; where bounds are wide that is not seen in all of them."""
+
+    def spoil(right: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return right(q, k[:, :, :-1], v[:, :, :-1], **options)
+
+    for length, seed in ((65, 0), (129, 0), (129, 1)):
+        case = Case(
+            heads_q=2, heads_kv=2, len_q=length, len_k=length, dim=32, dim_v=32, values="very-negative",
+            grad="none", seed=seed,
+        )  # fmt: skip
+        says = record_of(spoil, case).diagnosis
+        assert not any(sentence.startswith("certain: head") for sentence in says), says
+
+
+def test_where_bounds_are_wide_a_hypothesis_has_to_fit_closely() -> None:
+    """Scores near -60000: scale taken twice is no change of sign, though that is within the bounds."""
+
+    def twice(right: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        scale = options.pop("scale") or q.shape[3] ** -0.5
+        return right(q, k, v, scale=scale / q.shape[3] ** 0.5, **options)
+
+    case = Case(
+        heads_q=2, heads_kv=2, len_q=65, len_k=65, dim=64, dim_v=64, values="very-negative", grad="none"
+    )
+    assert not any("opposite sign" in sentence for sentence in record_of(twice, case).diagnosis)
+    plain = record_of(twice, replace(case, values="normal")).diagnosis
+    assert "certain: out, lse are as if the scores were multiplied by scale twice" in plain

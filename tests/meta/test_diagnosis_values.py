@@ -172,7 +172,7 @@ def test_several_faults_that_would_explain_it_are_all_named() -> None:
     spoil = inputs(lambda q, k, v: (q, k[:, :, :16], v[:, :, :16]))
     (said,) = record_of(spoil, replace(CASE, len_k=17), TILES).diagnosis
     assert said == (
-        "likely: out, lse are as if the last tile of 16 keys were left out,"
+        "likely: out, lse are as if the last tile of 16 keys were left out (the last key),"
         " or as if every other tile of 16 keys were left out"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,3 +110,17 @@ def test_of_a_run_without_comparisons_there_is_no_page(tmp_path: Path, pytestcon
     (tmp_path / "report.html").write_text("of an earlier run")
     page, _ = ended(tmp_path, pytestconfig, [])
     assert not page.written and not list(tmp_path.iterdir())
+
+
+def test_junit_has_what_is_not_claimed_as_skipped(tmp_path: Path) -> None:
+    claimed = Case(grad="none", dtype="float32")
+    cases = [claimed, replace(claimed, len_k=3)]
+    words = [word for case in cases for word in ("--case", case.id)]
+    file = tmp_path / "junit.xml"
+    bad = "tests/meta/bad_attention.py:right"
+    run = suite(tmp_path, "--impl", bad, *words, f"--junitxml={file}", CUDA_VISIBLE_DEVICES="")
+    assert "1 passed, 1 not claimed" in run.output.splitlines()[-1]
+    suite_of_tests = ElementTree.parse(file).getroot()[0]
+    assert (suite_of_tests.get("tests"), suite_of_tests.get("skipped")) == ("2", "1")
+    (skipped,) = suite_of_tests.iter("skipped")
+    assert skipped.get("message") == "not claimed"

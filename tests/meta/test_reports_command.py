@@ -76,12 +76,28 @@ def test_diff_compares_the_same_path_only_and_any_implementation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = run_in(tmp_path / "a", record(A), record(B))
-    other_path = run_in(tmp_path / "b", record(A, held=False, path="sm80-override"))
-    assert main(["diff", str(before), str(other_path)]) == 0
+    other_path = run_in(tmp_path / "b", record(A, path="sm80-override"))
+    assert main(["diff", str(before), str(other_path)]) == 3
     assert "nothing can be compared: A ran as sm90, not as sm80-override" in capsys.readouterr().out
     variant = run_in(tmp_path / "c", record(B, held=False, implementation="variant"))
     assert main(["diff", str(before), str(variant)]) == 1
     assert "comparisons in both: 1; only in A: 1; only in B: 0" in capsys.readouterr().out
+
+
+def test_diff_tells_what_is_red_and_was_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    law = Verdict("out", "law", "permuted_keys", False, 3.0, 1.0)
+    before = run_in(tmp_path / "a", record(A))
+    with_law = run_in(
+        tmp_path / "b",
+        record(A),
+        record(A, held=False, origin="law", verdicts=[law], reason="out: permuted_keys"),
+    )
+    assert main(["diff", str(before), str(with_law)]) == 1
+    assert "red only in B: 0 comparisons that A has not, 1 laws" in capsys.readouterr().out
+    assert main(["diff", str(with_law), str(with_law)]) == 0
+    with_new = run_in(tmp_path / "c", record(A), record(C, held=False))
+    assert main(["diff", str(before), str(with_new)]) == 1
+    assert f"  red: {C.id} (out: hard bound)" in capsys.readouterr().out
 
 
 def test_a_number_that_is_not_finite_is_the_largest(
@@ -145,8 +161,8 @@ def test_show_takes_a_part_that_only_one_case_has(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.startswith(B.id)
     assert main(["show", "h2x1", "--in", str(tmp_path)]) == 2
     assert "CASE is 'h2x1': 2 cases have that in their ids" in capsys.readouterr().err
-    assert main(["show", "nonsense", "--in", str(tmp_path)]) == 2
-    assert "CASE is 'nonsense': case id is 'nonsense'" in capsys.readouterr().err
+    assert main(["show", "nonsense", "--in", str(tmp_path)]) == 3
+    assert "has 'nonsense' in its id, and it is no id of a case" in capsys.readouterr().out
 
 
 def test_show_of_a_case_without_a_record_says_how_one_is_made(
@@ -173,6 +189,27 @@ def test_show_names_what_baselines_have_of_it(capsys: pytest.CaptureFixture[str]
 
 
 # ---------------------------------------------------------------- the command
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    program = f"{sys.executable} -m reports vectors --list | head -1"
+    done = subprocess.run(program, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "--baseline-dir", __file__], f"--baseline-dir is {__file__}, a file; it must be a folder"),
+        (["update", "--as", "triton"], "--as is given with update; it is for check"),
+        (["check", "-n", "-3"], "-n is '-3'; it may be auto or a whole number, at least 1"),
+    ],
+)
+def test_a_baseline_command_that_makes_no_sense_is_wrong_use(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["baseline", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_each_command_explains_itself() -> None:
