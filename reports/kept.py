@@ -12,16 +12,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from .errors import ReportError
+from .versioned import T, read
 
 FOLDER = Path(__file__).parent / "baselines"
 """Those that are committed; --baseline-dir names another."""
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -99,21 +97,7 @@ def decode(path: Path, type: type[T], version: int) -> T:
     Raises:
         ReportError: if it is missing, truncated, of another version, or not a baseline of this kind.
     """
-
-    class Version(msgspec.Struct):
-        version: int
-
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}") from None
-    try:
-        found = msgspec.json.decode(data, type=Version).version
-        if found != version:
-            raise ReportError(f"{path}: a baseline of version {found}; this reads version {version}")
-        return msgspec.json.decode(data, type=type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path}: not a baseline that can be read ({error})") from None
+    return read(path, type, version, "baseline")
 
 
 def command(words: Mapping[str, str | None]) -> str:

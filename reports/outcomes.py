@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from .errors import ReportError
+from . import versioned
 from .records import Record
 from .run import Run
 from .summary import EXECUTED, comparisons
@@ -100,20 +100,7 @@ def read(path: Path) -> Report:
     Raises:
         ReportError: if it is missing, of another version, or no such file.
     """
-
-    class Version(msgspec.Struct):
-        version: int
-
-    try:
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=Version).version
-        if version != VERSION:
-            raise ReportError(f"{path}: a report of version {version}; this reads version {VERSION}")
-        return msgspec.json.decode(data, type=Report)
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path}: not a report ({error})") from None
+    return versioned.read(path, Report, VERSION, "report")
 
 
 @dataclass(frozen=True)
