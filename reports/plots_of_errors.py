@@ -106,7 +106,7 @@ def headline(of: ErrorMap) -> str:
     columns = _extent(of.columns, _columns(of), "head" if of.tensor == "lse" else "column")
     if SCATTERED in rows and SCATTERED in columns:
         return f"{where} is wrong here and there"
-    told = " and ".join(filter(None, (rows, columns)))
+    told = "; ".join(filter(None, (rows, columns)))
     return f"{where} is wrong " + (f"in {told}" if told else "all over") + (_peak(of) if not rows else "")
 
 

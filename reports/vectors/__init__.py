@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from .judging import Judgement
 
-HELD, BROKE, NOTHING_CHECKED = 0, 1, 3
+HELD, BROKE, WRONG_USE, NOTHING_CHECKED = range(4)
 """Exit statuses; wrong use is 2, of all reports."""
 
 DESCRIPTION = """\
@@ -150,8 +151,14 @@ def _check(args: argparse.Namespace) -> int:
             f"{args.results}: there is no such folder; --results is one with <case>.safetensors"
         )
     found: list[Judgement] = []
+    unusable = False
     for loaded in vectors:
-        results = judging.read_results(args.results, loaded)
+        try:
+            results = judging.read_results(args.results, loaded)
+        except ReportError as error:  # the others are judged all the same
+            print(f"python -m reports vectors: {error}", file=sys.stderr)
+            unusable = True
+            continue
         if results is None:
             print(f"missing   {loaded.vector.case}: there is no {loaded.vector.file}")
         else:
@@ -159,7 +166,8 @@ def _check(args: argparse.Namespace) -> int:
     if not args.case:
         for name in judging.strangers(args.results, vectors):
             print(f"not used  {name}: the vectors have no such case")
-    return _status(found, len(vectors))
+    status = _status(found, len(vectors))
+    return WRONG_USE if unusable and status != BROKE else status
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -54,7 +54,7 @@ def test_one_element_is_found_and_nothing_beside_it() -> None:
     assert z[7, 5] > found.limit
     assert (np.abs(np.delete(z.ravel(), 7 * 32 + 5)) < found.limit).all()
     assert headline(found) == (
-        "out of batch entry 1, head 2 is wrong in only query row 7, of 40 and only column 5, of 32"
+        "out of batch entry 1, head 2 is wrong in only query row 7, of 40; only column 5, of 32"
     )
 
 
@@ -79,7 +79,7 @@ def test_of_the_lse_all_heads_are_shown() -> None:
     assert z.shape == (40, 4)
     assert (np.argwhere(np.abs(z) > found.limit) == [(row, 3) for row in range(8, 16)]).all()
     assert found.worst is not None and len(found.worst) == 3
-    assert headline(found).endswith("is wrong in query rows 8 to 15, of 40 and only head 3, of 4")
+    assert headline(found).endswith("is wrong in query rows 8 to 15, of 40; only head 3, of 4")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
