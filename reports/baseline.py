@@ -116,7 +116,7 @@ def _resources(args: argparse.Namespace) -> int:
         resources.write(found, path)
         print(f"written: {path}, and a table beside it")
         return HELD
-    committed = kept.decode(path, resources.Resources, resources.VERSION)
+    committed = resources.read(path)
     return _told(
         path, f"{len(found.entries)} configurations", [*limits, *resources.differences(committed, found)]
     )

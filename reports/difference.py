@@ -17,7 +17,7 @@ from .outcomes import Changes, changes, report
 from .records import Record, TensorSummary
 from .run import RUN, Run
 from .run import read as read_run
-from .summary import EXECUTED, RECORDS, comparisons
+from .summary import EXECUTED, LAW, RECORDS, comparisons
 
 DESCRIPTION = """\
 Compares two runs by their records: A is the one before, B the one after. Each is a folder that a run wrote
@@ -33,9 +33,6 @@ Exit status: 0 nothing is newly broken; 1 something is; 2 wrong use; 3 the two h
 """
 
 SAME, NEWLY_BROKEN, NOTHING = 0, 1, 3
-
-LAW = "law"
-"""The origin of records about laws."""
 
 LISTED = 20
 """Comparisons that are listed; more are counted."""

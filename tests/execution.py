@@ -356,7 +356,7 @@ def _follows(name: str, x: Array, again: Array | None, last: Array | None, exact
     """
     if again is None:
         return Verdict(name, "contract", FOLLOWS, False, note="it did not give this tensor")
-    if name in NEGATED and last is not None and _alike(again, last).all():
+    if name in NEGATED and last is not None and alike(again, last).all():
         kept = ~np.isnan(last) & (last != 0)
         if kept.any():
             where = tuple(int(i) for i in np.argwhere(kept)[0])
@@ -365,7 +365,7 @@ def _follows(name: str, x: Array, again: Array | None, last: Array | None, exact
     if not exactly:
         return None
     expected, sign = (-x, "the negative of ") if name in NEGATED else (x, "")
-    differ = ~_alike(again, expected)
+    differ = ~alike(again, expected)
     if not differ.any():
         return Verdict(name, "contract", FOLLOWS, True)
     where = tuple(int(i) for i in np.argwhere(differ)[0])
@@ -376,7 +376,7 @@ def _follows(name: str, x: Array, again: Array | None, last: Array | None, exact
     return Verdict(name, "contract", FOLLOWS, False, where=where, note=note)
 
 
-def _alike(x: Array, y: Array) -> NDArray[np.bool_]:
+def alike(x: Array, y: Array) -> NDArray[np.bool_]:
     """Where numbers are equal; NaN is NaN, and zero has no sign."""
     return (x == y) | (np.isnan(x) & np.isnan(y))
 

@@ -201,12 +201,6 @@ def no_surer(how: str, left: Array, error: Array) -> str:
     return "" if share > CLOSER else how
 
 
-def same_as(x: Array, y: Array) -> Mask:
-    """Where numbers are equal, or both NaN."""
-    same: Mask = (x == y) | (np.isnan(x) & np.isnan(y))
-    return same
-
-
 def joined(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([array.ravel() for array in arrays])
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from reference.budget import A
 
+from ..execution import alike
 from .piece import (
     CERTAIN,
     LIKELY,
@@ -24,7 +25,6 @@ from .piece import (
     how_sure,
     joined,
     no_surer,
-    same_as,
     wrong_tensors,
 )
 from .variations import Attention
@@ -135,8 +135,8 @@ def _explains(pieces: Sequence[Piece], values: Sequence[Array | None], name: str
             own = 8 * A * (1 + piece.exact.score_terms) + (0 if name == "lse" else 4 * piece.exact.dtype.u)
             limit = 2 * bound + own * size
             for y, found in ((x, near), (e.value, as_right)):
-                found.append(same_as(y, value) | (np.abs(y - value) <= limit))
-            left.append((np.where(same_as(x, value), 0.0, np.abs(x - value)), np.abs(x - e.value)))
+                found.append(alike(y, value) | (np.abs(y - value) <= limit))
+            left.append((np.where(alike(x, value), 0.0, np.abs(x - value)), np.abs(x - e.value)))
     wrong = joined(piece.fits[name].wrong for piece in pieces)
     judged = joined(piece.fits[name].judged for piece in pieces)
     differ = ~joined(as_right)[wrong]
