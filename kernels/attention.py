@@ -1,7 +1,7 @@
 """The function that a user calls, and its operators in torch.library.
 
 The operators have autograd formulas and fake implementations, so that torch.compile, torch.export
-and torch.library.opcheck take them.
+and torch.library.opcheck take them. A call that nobody looks on goes round them (`dispatch`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import launch
 from .checks import check_flags, check_no_tangents, check_tensors, checked_scale
+from .dispatch import needs_operator, wants_gradients
 
 NAMESPACE = "attention_proving_ground"
 
@@ -73,20 +74,30 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_attention_forward", mutates_args=())
 def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
+) -> tuple[Tensor, Tensor]:
+    if needs_operator(q, k, v):
+        return _forward_operator(q, k, v, causal, scale, allow_tf32)
+    if wants_gradients(q, k, v):
+        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
+    return launch.forward(q, k, v, causal, scale, allow_tf32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::flash_attention_forward", mutates_args=())
+def _forward_operator(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
 ) -> tuple[Tensor, Tensor]:
     return launch.forward(q, k, v, causal, scale, allow_tf32)
 
 
-@_forward.register_fake
+@_forward_operator.register_fake
 def _(q, k, v, causal, scale, allow_tf32):
     return launch.new_results(q, v)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_backward", mutates_args=())
-def _backward(
+def _backward_operator(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     q: Tensor,
@@ -104,7 +115,7 @@ def _backward(
                            need_dkdv)  # fmt: skip
 
 
-@_backward.register_fake
+@_backward_operator.register_fake
 def _(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv):
     return launch.new_gradients(q, k, v, need_dq, need_dkdv)
 
@@ -130,8 +141,29 @@ def gradients(
     return *found, *(None for _ in others)
 
 
+def _backward(d_out: Tensor | None, d_lse: Tensor | None, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # with gradients enabled a second derivative is wanted: the operator refuses it
+    if torch.is_grad_enabled() or needs_operator(
+        *(t for t in (d_out, d_lse, *saved) if isinstance(t, Tensor))
+    ):
+        return _backward_operator(d_out, d_lse, *saved)
+    return launch.backward(d_out, d_lse, *saved)
+
+
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     return gradients(_backward, ctx, d_out, d_lse)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attention(torch.autograd.Function):
+    """The formulas of the operators, without the forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = launch.forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)

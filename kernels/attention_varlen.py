@@ -18,6 +18,7 @@ from .checks import (
     checked_max_seqlen,
     checked_scale,
 )
+from .dispatch import needs_operator, wants_gradients
 from .launch import Ragged
 
 
@@ -101,8 +102,16 @@ def flash_attention_varlen(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_attention_varlen_forward", mutates_args=())
-def _forward(
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    tensors = inputs[:5]
+    if needs_operator(*tensors):
+        return _forward_operator(*inputs)
+    if wants_gradients(*tensors[:3]):
+        return _Attention.apply(*inputs)
+    return _launched(*inputs)
+
+
+def _launched(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,14 +135,18 @@ def _forward(
     return launch.forward(q, k, v, causal, scale, allow_tf32, Ragged(cu_seqlens_q, cu_seqlens_k))
 
 
-@_forward.register_fake
+_forward_operator = torch.library.custom_op(
+    f"{NAMESPACE}::flash_attention_varlen_forward", _launched, mutates_args=()
+)
+
+
+@_forward_operator.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, allow_tf32,
       validate):  # fmt: skip
     return launch.new_results(q, v)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::flash_attention_varlen_backward", mutates_args=())
-def _backward(
+def _launched_backward(
     d_out: Tensor | None,
     d_lse: Tensor | None,
     q: Tensor,
@@ -153,7 +166,12 @@ def _backward(
                            need_dkdv, Ragged(cu_seqlens_q, cu_seqlens_k))  # fmt: skip
 
 
-@_backward.register_fake
+_backward_operator = torch.library.custom_op(
+    f"{NAMESPACE}::flash_attention_varlen_backward", _launched_backward, mutates_args=()
+)
+
+
+@_backward_operator.register_fake
 def _(d_out, d_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, causal, scale, allow_tf32, need_dq,
       need_dkdv):  # fmt: skip
     return launch.new_gradients(q, k, v, need_dq, need_dkdv)
@@ -165,8 +183,29 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
+def _backward(d_out: Tensor | None, d_lse: Tensor | None, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # with gradients enabled a second derivative is wanted: the operator refuses it
+    if torch.is_grad_enabled() or needs_operator(
+        *(t for t in (d_out, d_lse, *saved) if isinstance(t, Tensor))
+    ):
+        return _backward_operator(d_out, d_lse, *saved)
+    return _launched_backward(d_out, d_lse, *saved)
+
+
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     return gradients(_backward, ctx, d_out, d_lse)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attention(torch.autograd.Function):
+    """The formulas of the operators, without the forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _launched(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)

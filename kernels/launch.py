@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import backward as of_backward
+from . import forward as of_forward
+from . import ragged as of_ragged
 from .architecture import Architecture, effective_architecture
-from .backward import attention_backward_dkdv, attention_backward_dq, attention_delta
-from .forward import attention_forward
-from .ragged import FIELDS, SEQUENCES, list_tiles
+from .launcher import Launcher
+from .ragged import FIELDS, SEQUENCES
 from .tiles import Tile, choose_tiles, padded_head_dim
+
+attention_forward = Launcher(of_forward.attention_forward)
+attention_delta = Launcher(of_backward.attention_delta)
+attention_backward_dkdv = Launcher(of_backward.attention_backward_dkdv)
+attention_backward_dq = Launcher(of_backward.attention_backward_dq)
+list_tiles = Launcher(of_ragged.list_tiles)
 
 LARGEST_GRID = 2**31 - 1
 
@@ -215,9 +223,11 @@ def _vector(*tensors: Tensor) -> int:
     width = 16 // tensors[0].element_size()
     for t in tensors:
         *strides, last = t.stride()
-        gaps = any(s % width for s, n in zip(strides, t.shape, strict=False) if n > 1)
-        if last != 1 or gaps or t.data_ptr() % 16:
+        if last != 1 or t.data_ptr() % 16:
             return 1
+        for stride, size in zip(strides, t.shape, strict=False):
+            if stride % width and size > 1:
+                return 1
     return width
 
 

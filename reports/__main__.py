@@ -20,6 +20,7 @@ COMMANDS = {
     "show": ("show", "everything that is known of one case"),
     "baseline": ("baseline", "what is kept to compare with: written, or checked against"),
     "vectors": ("vectors", "cases with inputs, exact results and budgets for kernels in any language"),
+    "bench": ("bench", "average latency and peak memory beside a reference, on a GPU"),
 }
 """By name: the module that does it, and what that is."""
 

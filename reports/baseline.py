@@ -6,9 +6,10 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,11 +17,16 @@ from . import kept
 from .errors import ReportError
 from .kept import Difference, Key
 
+if TYPE_CHECKING:
+    from .error_baseline import Target
+
 DESCRIPTION = """\
 Baselines: measurements that are committed, and what has changed against them.
 
   errors     of some 200 cases rms z and the largest use of the hard bound, by dtype and tensor, on each code
              path of this machine; one to three minutes a path on a GPU
+  speed      the ratio to SDPA's FLASH on a grid of problems, forward and backward, on each code path of this
+             machine; one to two minutes a run and path; needs a GPU, without which "all" leaves it out
   resources  shared memory, registers, spills and instructions of every shipped tile configuration, compiled
              offline for sm_80, 86, 89 and 90; no GPU is needed
 
@@ -28,22 +34,24 @@ A baseline is of one implementation, one kind of GPU, one version of PyTorch and
 another there is none, and check says how one is made. update measures several times, and writes a band.
 
 Exit status: 0 as the baselines have it, or better; 1 something is worse; 2 wrong use; 3 a baseline is
-missing.
+missing, or speed was asked for and cannot be measured here.
 """
 
 HELD, WORSE, WRONG_USE, MISSING = range(4)
 
-KINDS = ("errors", "resources")
+KINDS = ("errors", "speed", "resources")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("update", "check"))
     parser.add_argument("--kind", choices=(*KINDS, "all"), default="all", help="default: %(default)s")
-    parser.add_argument("--impl", metavar="SPEC", help="errors: as the suite's --impl; default: triton")
-    parser.add_argument("--manifest", metavar="FILE", help="errors: as the suite's --manifest")
+    parser.add_argument(
+        "--impl", metavar="SPEC", help="errors, speed: as the suite's --impl; default: triton"
+    )
+    parser.add_argument("--manifest", metavar="FILE", help="errors, speed: as the suite's --manifest")
     parser.add_argument(
         "--as", dest="like", metavar="NAME",
-        help="errors: check against the baseline of this implementation, say a variant against triton",
+        help="errors, speed: check against the baseline of this implementation, say a variant against triton",
     )  # fmt: skip
     parser.add_argument(
         "--baseline-dir", metavar="FOLDER", type=Path, default=kept.FOLDER,
@@ -60,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
     if args.like and args.action == "update":
         raise ReportError("--as is given with update; it is for check")
     statuses = []
+    if args.kind in ("speed", "all"):  # first, while nothing else of this command uses the GPU
+        statuses += _speed(args)
     if args.kind in ("errors", "all"):
         statuses += _errors(args)
     if args.kind == "all":
@@ -73,30 +83,67 @@ def _errors(args: argparse.Namespace) -> list[int]:
     from . import error_baseline as errors
 
     _as_the_suite_does()
+
+    def made(target: Target, key: Key) -> tuple[errors.Errors, str] | str:
+        runs = errors.executed(target, range(errors.RUNS))
+        if red := errors.red(runs):
+            return red
+        of = errors.baseline(key, runs)
+        return of, f"of {len(of.cases)} cases"
+
+    def compared(target: Target, path: Path) -> tuple[str, list[Difference]]:
+        committed = kept.decode(path, errors.Errors, errors.VERSION)
+        (found,) = errors.executed(target, [0])
+        count = sum(bool(record.tensors) for record in found)
+        return f"{count} of {len(committed.cases)} cases compared", errors.differences(committed, found)
+
+    targets = errors.targets(args.impl, args.manifest, args.workers)
+    return _on_each_path(args, [(target, errors.key_of(target)) for target in targets], made, compared)
+
+
+def _speed(args: argparse.Namespace) -> list[int]:
+    from . import speed_baseline as speed
+
+    try:
+        targets = [(target, speed.key_of(target)) for target in speed.targets(args.impl, args.manifest)]
+    except speed.NotHereError as error:
+        print(f"speed: {error}: not {'compared' if args.action == 'check' else 'written'}")
+        return [] if args.kind == "all" else [MISSING]
+    return _on_each_path(args, targets, speed.made, speed.compared)
+
+
+def _on_each_path(
+    args: argparse.Namespace,
+    targets: Sequence[tuple[Target, Key]],
+    made: Callable[[Target, Key], tuple[msgspec.Struct, str] | str],
+    compared: Callable[[Target, Path], tuple[str, list[Difference]]],
+) -> list[int]:
+    """Statuses of what is measured on the code paths of this machine.
+
+    Args:
+        args: of the command line.
+        targets: the paths, and what a baseline of each is of.
+        made: measures a baseline; it, and of what; or why there is none.
+        compared: measures, and compares with a file: how much was compared, and what differs.
+    """
     statuses = []
-    for target in errors.targets(args.impl, args.manifest, args.workers):
-        key = errors.key_of(target)
+    for target, key in targets:
         if args.action == "update":
-            runs = errors.executed(target, range(errors.RUNS))
-            if red := errors.red(runs):
-                print(f"not written: {red}")
+            of = made(target, key)
+            if isinstance(of, str):
+                print(f"not written: {of}")
                 statuses.append(WORSE)
-                continue
-            made = errors.baseline(key, runs)
-            _write(args.baseline_dir / key.name, made, f"of {len(made.cases)} cases")
-            statuses.append(HELD)
+            else:
+                _write(args.baseline_dir / key.name, *of)
+                statuses.append(HELD)
             continue
         if args.like:
             key = replace(key, implementation=args.like)
         path = args.baseline_dir / key.name
-        if not path.exists():
+        if path.exists():
+            statuses.append(_told(path, *compared(target, path)))
+        else:
             statuses.append(_missing(path, key, args))
-            continue
-        committed = kept.decode(path, errors.Errors, errors.VERSION)
-        (found,) = errors.executed(target, [0])
-        differs = errors.differences(committed, found)
-        compared = sum(bool(record.tensors) for record in found)
-        statuses.append(_told(path, f"{compared} of {len(committed.cases)} cases compared", differs))
     return statuses
 
 

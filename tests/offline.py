@@ -137,7 +137,7 @@ def launched(case: Case) -> tuple[Any, tuple, dict[str, Any]]:
 
     class StandIn:
         def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(launch, KERNELS[name])
+            self.name, self.kernel = name, getattr(launch, KERNELS[name]).kernel
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *args, **keywords: kept.update({self.name: (self.kernel, args, keywords)})
