@@ -19,7 +19,8 @@ def needs_operator(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     for t in tensors:
-        if type(t) not in PLAIN:
+        # a negation that is pending, or zeros without memory, are the dispatcher's to make real
+        if type(t) not in PLAIN or t.is_neg() or t._is_zerotensor():
             return True
     return bool(
         torch._C._len_torch_dispatch_stack()

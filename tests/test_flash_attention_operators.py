@@ -1,4 +1,4 @@
-"""The operators in torch.library: their registration, torch.compile and torch.export."""
+"""The operators in torch.library: registration, torch.compile, torch.export; and calls round them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import flash_attention
+from kernels import attention, attention_varlen, flash_attention
 from kernels.attention import NAMESPACE
+from kernels.dispatch import needs_operator
 
 from .calls import Lengths, Offsets, assert_same_bits, attend, every, inputs_of, ragged_inputs_of
 from .layouts import place
@@ -142,6 +144,93 @@ def test_the_fake_ragged_operators_foresee_shapes_dtypes_and_strides(
         calls.append((varlen_backward_operator, (x.d_out, x.d_lse, *saved, *needs)))
     for operator, arguments in calls:
         assert_foreseen(operator, arguments)
+
+
+# ---------------------------------------------------------------- round the dispatcher, or not
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which operators are called from now on."""
+    called: list[str] = []
+    for module in (attention, attention_varlen):
+        for name in ("_forward_operator", "_backward_operator"):
+            original = getattr(module, name)
+
+            def seen(*arguments: Any, name: str = name, original: Any = original) -> Any:
+                called.append(name)
+                return original(*arguments)
+
+            monkeypatch.setattr(module, name, seen)
+    return called
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
+def test_a_call_round_the_dispatcher_gives_the_same_bits(
+    ragged: bool, device: torch.device, operators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [(3, 5), (0, 2), (4, 4)]
+    x = ragged_inputs_of(device, lengths) if ragged else inputs_of(device, **SMALL)
+    where = (Offsets.of(lengths, device),) if ragged else ()
+    directly = attend(x, *where, causal=True)
+    assert operators == []
+    for module in (attention, attention_varlen):
+        monkeypatch.setattr(module, "needs_operator", lambda *_: True)
+    assert_same_bits(directly, attend(x, *where, causal=True))
+    assert operators == ["_forward_operator", "_backward_operator"]
+
+
+def _mode(t: Tensor) -> bool:
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    with Looks():
+        return needs_operator(t)
+
+
+def _within(transform: Callable[[Callable[[Tensor], Tensor]], Any]) -> bool:
+    """What is said inside of a function that is transformed."""
+    found: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(needs_operator(x))
+        return x + 1
+
+    transform(function)
+    return found[0]
+
+
+LOOKS_ON: dict[str, Callable[[Tensor], bool]] = {
+    "a subclass": lambda t: needs_operator(t, t.as_subclass(type("Mine", (Tensor,), {}))),
+    "a fake tensor": lambda t: needs_operator(FakeTensorMode().from_tensor(t)),
+    "a mode": _mode,
+    "functorch": lambda t: _within(lambda function: torch.func.vmap(function)(t)),
+    "a tracer": lambda t: _within(lambda function: torch.jit.trace(function, (t,))),
+    "a pending negation": lambda t: needs_operator(torch.complex(t, t).conj().imag),
+    "zeros without memory": lambda t: needs_operator(torch._efficientzerotensor(t.shape)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("who", LOOKS_ON)
+def test_whoever_looks_on_gets_the_operator(who: str) -> None:
+    t = torch.ones(2, 3)
+    assert LOOKS_ON[who](t)
+    assert not needs_operator(t, torch.nn.Parameter(t))
+
+
+def test_a_mode_sees_the_operators_of_a_call(device: torch.device) -> None:
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x = inputs_of(device, **SMALL)
+    with Looks():
+        attend(x)
+    assert forward_operator in seen and backward_operator in seen
 
 
 # ---------------------------------------------------------------- torch.compile, torch.export

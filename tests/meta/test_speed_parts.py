@@ -9,7 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -685,11 +685,11 @@ def by_definition(problem: Problem, x: problems.Tensors) -> dict[str, Tensor]:
     return {name: t.to(x.q.dtype) for name, t in found}
 
 
-SMALL = {
-    "dense": Problem(2, 2, 2, 33, 16),
-    "full": Problem(1, 2, 2, 16, 16, causal=False),
-    "grouped": Problem(2, 4, 2, 40, 32, dtype="bfloat16"),
-    "ragged": Problem(4, 4, 2, 51, 16, kind="lognormal"),
+SMALL: dict[str, Callable[[], Problem]] = {
+    "dense": lambda: Problem(2, 2, 2, 33, 16),
+    "full": lambda: Problem(1, 2, 2, 16, 16, causal=False),
+    "grouped": lambda: Problem(2, 4, 2, 40, 32, dtype="bfloat16"),
+    "ragged": lambda: Problem(4, 4, 2, 51, 16, kind="lognormal"),
 }
 
 
@@ -697,7 +697,7 @@ SMALL = {
 def judged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A problem, what it must give, and right results."""
     monkeypatch.setattr(problems, "drawn", lambda kind: (5, 33, 1, 12))
-    problem = SMALL[request.param]
+    problem = SMALL[request.param]()
     x = tensors(problem, device="cpu")
     return problem, Expected(problem, x), by_definition(problem, x)
 
