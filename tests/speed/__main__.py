@@ -14,6 +14,7 @@ Exit status: 0 every gate that could be judged was reached; 1 one was not, or a 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def command(arguments: Sequence[str], folder: Path) -> list[str]:
     return [
         sys.executable, "-m", "pytest", "--noconftest", "-p", "no:xdist", "-p", "tests.speed.plugin",
         "--rootdir", str(ROOT), "--benchmark-timer=tests.speed.timer.now", "--benchmark-quiet",
-        f"--benchmark-json={folder / 'benchmark.json'}", *words, *modules,
+        f"--benchmark-json={folder / 'benchmark.json'}", f"--asked={shlex.join(arguments)}", *words, *modules,
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ comparison, and nothing may run in several processes.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="others, with commas between them (default: all that are installed); the gates need sdpa-math",
     )  # fmt: skip
     group.addoption("--rounds", default=str(ROUNDS), metavar="N", help="of a contest (default: %(default)s)")
+    group.addoption("--asked", default=None, metavar="WORDS", help="of the command line, for the report")
     # `python -m tests.speed` takes --strict, which to pytest is something else
     group.addoption("--strict-verdicts", action="store_true", help="what cannot be told is red too")
 
@@ -124,7 +126,8 @@ def speed_of(config: pytest.Config) -> Speed:
 
     found = vars(config.stash[FOUND]).copy()
     matmul, copy = found.pop("ceilings")
-    subject, arguments = config.stash[BENCH].subject, list(map(str, config.invocation_params.args))
+    subject, asked = config.stash[BENCH].subject, config.option.asked
+    arguments = list(map(str, config.invocation_params.args)) if asked is None else shlex.split(asked)
     of_run = described(subject.name, subject.path, arguments, time.time() - config.stash[BEGAN])
     return msgspec.structs.replace(of_run, **found, matmul=matmul, copy=copy)
 
