@@ -1,0 +1,60 @@
+"""Which tiles are looked at, and why one is pruned before it is compiled. All is for 16-bit inputs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from kernels.architecture import Architecture
+from kernels.tiles import Tile, choose_tiles, shared_memory
+
+from ..occupancy import REGISTERS_OF_A_THREAD, THREADS
+
+ITEMSIZE = 2
+"""Bytes of an element of q, k, v. float32 has a table of its own, of tiles that do without tensor cores."""
+
+NO_MEMORY = "may take more shared memory than a block has (the bound that kernels.tiles chooses by)"
+NO_REGISTERS = f"its accumulators alone take more than {REGISTERS_OF_A_THREAD} registers a thread"
+
+
+def grid(kernel: str, dim: int, quick: bool = False) -> list[Tile]:
+    """The tiles that are looked at, before anything is pruned.
+
+    Args:
+        kernel: of `tests.offline.TILED`.
+        dim: head dimension. At 256 the streamed keys may be 16; for dkdv they stay, and 16 are too few.
+        quick: a few of them.
+    """
+    if quick:
+        return [Tile(*tile) for tile in product((64, 128), (32, 64, 128), (4, 8), (2,))]
+    columns = (16, 32, 64, 128) if dim == 256 and kernel != "dkdv" else (32, 64, 128)
+    return [Tile(*tile) for tile in product((32, 64, 128), columns, (4, 8), (1, 2, 3))]
+
+
+def shipped_tile(arch: Architecture, kernel: str, dim: int) -> Tile:
+    """That of `kernels.tiles`, for head dimensions D = Dv.
+
+    Raises:
+        RuntimeError: if none fits the architecture's shared memory.
+    """
+    tile: Tile = getattr(choose_tiles(arch, dim, dim, ITEMSIZE), kernel)
+    return tile
+
+
+def why_pruned(arch: Architecture, kernel: str, tile: Tile, dim: int) -> str:
+    """Why a tile need not be compiled; empty if it is to be."""
+    if shared_memory(arch, kernel, tile, dim, ITEMSIZE) > arch.shared_memory:
+        return NO_MEMORY
+    if accumulators(kernel, tile, dim) > REGISTERS_OF_A_THREAD:
+        return NO_REGISTERS
+    return ""
+
+
+def accumulators(kernel: str, tile: Tile, dim: int) -> float:
+    """Registers a thread of the float32 tiles that live at once: results, and S, and P beside dP."""
+    BM, BN = tile.BM, tile.BN
+    elements = {
+        "forward": BM * dim + BM * BN,
+        "dkdv": 2 * BN * dim + 2 * BM * BN,
+        "dq": BM * dim + 2 * BM * BN,
+    }[kernel]
+    return elements / (THREADS * tile.warps)
