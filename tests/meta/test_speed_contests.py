@@ -23,9 +23,8 @@ from tests.speed.problems import BACKWARD, BOTH, FORWARD, Problem, Tensors, tens
 from tests.speed.timer import REPLAYED
 
 PROBLEM = Problem(1, 2, 2, 33, 16)
-CLAIMS = Claims(backward=True)
+CLAIMS, ANY = Claims(backward=True), Kernels()
 ROUNDS = 15
-ANY = Kernels()
 Function = Callable[[Tensor, Tensor, Tensor], Any]
 
 

@@ -46,6 +46,7 @@ def command(arguments: Sequence[str], folder: Path) -> list[str]:
     return [
         sys.executable, "-m", "pytest", "--noconftest", "-p", "no:xdist", "-p", "tests.speed.plugin",
         "--rootdir", str(ROOT), "--benchmark-timer=tests.speed.timer.now", "--benchmark-quiet",
+        "-W", "ignore:Benchmark fixture was not used",  # of who is absent
         f"--benchmark-json={folder / 'benchmark.json'}", f"--asked={shlex.join(arguments)}", *words, *modules,
     ]  # fmt: skip
 

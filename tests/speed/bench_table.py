@@ -12,7 +12,6 @@ from .plugin import Found
 from .problems import BACKWARD, BOTH, FORWARD, GRID, SMALL, Problem
 from .timed import benchmarked
 
-
 EAGER = 7
 """Times as many rounds of what has the host's noise in it."""
 

@@ -104,7 +104,8 @@ KERNELS = {
     "sdpa-efficient": Kernels({FORWARD: (r"fmha_cutlassF",), BACKWARD: (r"fmha_cutlassB",)}),
     "sdpa-cudnn": Kernels({FORWARD: (r"cudnn\w*sdpa\w*fprop",), BACKWARD: (r"cudnn\w*sdpa\w*bprop",)}),
     "flex": Kernels(
-        {FORWARD: (r"^triton_tem_fused",), BACKWARD: (r"^triton_tem_fused",)}, (r"(?i)softmax|gemm|cutlass",)
+        {FORWARD: (r"^triton_tem_fused",), BACKWARD: (r"^triton_tem_fused\w*backward",)},
+        (r"(?i)softmax|gemm|cutlass",),
     ),
     "flash-attn": Kernels({FORWARD: (r"flash_fwd",), BACKWARD: (r"flash_bwd",)}, (r"pytorch_flash",)),
     "flash-attn-4": Kernels({FORWARD: (r"(?i)flash\w*fwd|flash\w*forward",)}, (r"(?i)softmax",)),

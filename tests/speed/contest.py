@@ -159,10 +159,9 @@ class InTurns:
             with turn.calls.of.chosen():
                 try:
                     taken = self._time(turn.call)
-                except torch.OutOfMemoryError:
-                    self.absent[turn.name] = NO_MEMORY
+                except Exception as error:
+                    self.absent[turn.name] = why_absent(error)
                     self._turns.remove(turn)
-                    release()
                     continue
             seconds.append(taken)
             if seconds is turn.seconds and turn.name == self.subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ def ratio_of(contest: Contest, subject: str, other: str) -> tuple[Ratio, Ratio]:
         ValueError: if one of them is absent, or has too few rounds.
     """
     for name in (subject, other):
+        if name not in contest.entries:
+            raise ValueError(f"{name} is not among the contenders")
         if why := contest.entries[name].absent:
             raise ValueError(f"{name} is absent: {why}")
     ours = contest.entries[subject].seconds
@@ -104,21 +107,22 @@ def noise(
             calls = here.calls[bench.subject.name]
             if isinstance(calls, str):
                 raise ValueError(f"{bench.subject.name} is absent on {problem.id}: {calls}")
-            for step in steps:
-                call = calls.step(step)
-                for _ in range(3):
-                    usual = bench.timer.device(call)
-                slow = _slowed(bench, call, DELAY * usual)
-                for _ in range(each):
-                    a, b, c, d = _in_turns(bench, [call, call, call, slow])
-                    control = pairs.ratio(a, c)
-                    same = pairs.ratio(a, b)
-                    if len(ratios) < comparisons:
-                        verdicts[pairs.verdict(same, control)] += 1
-                        ratios.append(same.median)
-                    slowed += 1
-                    # of the slowed one as the subject: the other's time over its own
-                    found += pairs.verdict(pairs.ratio(d, b), control) == SLOWER
+            with calls.of.chosen():
+                for step in steps:
+                    call = calls.step(step)
+                    for _ in range(3):
+                        usual = bench.timer.device(call)
+                    slow = _slowed(bench, call, DELAY * usual)
+                    for _ in range(each):
+                        a, b, c, d = _in_turns(bench, [call, call, call, slow])
+                        control = pairs.ratio(a, c)
+                        same = pairs.ratio(a, b)
+                        if len(ratios) < comparisons:
+                            verdicts[pairs.verdict(same, control)] += 1
+                            ratios.append(same.median)
+                        slowed += 1
+                        # of the slowed one as the subject: the other's time over its own
+                        found += pairs.verdict(pairs.ratio(d, b), control) == SLOWER
     return Noise(
         comparisons=len(ratios), verdicts=dict(verdicts), ratios=sorted(ratios), delay=DELAY, slowed=slowed,
         found=found,
@@ -136,9 +140,10 @@ def _slowed(bench: Bench, call: Callable[[], Any], seconds: float) -> Callable[[
 
 def _in_turns(bench: Bench, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     taken: list[list[float]] = [[] for _ in calls]
+    order = list(range(len(calls)))
     for number in range(PAIRS):
-        for i in range(len(calls)):
-            which = (i + number) % len(calls)
+        random.Random(number).shuffle(order)
+        for which in order:
             taken[which].append(bench.timer.device(calls[which]))
     return taken
 

@@ -6,9 +6,9 @@ comparison, and nothing may run in several processes.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ ROUNDS = 15
 HELD, BROKE, WRONG_USE, NOTHING_EXECUTED = range(4)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # before its own options, which are given too, are refused as unknown
+    if pluginmanager.is_blocked("benchmark") or not importlib.util.find_spec("pytest_benchmark"):
+        raise pytest.UsageError("pytest-benchmark is not installed, or switched off: nothing is timed")
     group = parser.getgroup("speed")
     group.addoption("--impl", default=None, metavar="SPEC", help="what others are compared with (triton)")
     group.addoption("--manifest", default=None, metavar="FILE", help="what it claims (README.md)")
@@ -49,6 +52,10 @@ class Found:
     host_times: list[HostTime] = field(default_factory=list)
     ceilings: tuple[float, float] = (0.0, 0.0)
 
+    def __bool__(self) -> bool:
+        """Whether anything was."""
+        return self != Found()
+
 
 FOUND: pytest.StashKey[Found] = pytest.StashKey()
 BENCH: pytest.StashKey[Any] = pytest.StashKey()
@@ -56,8 +63,6 @@ BEGAN: pytest.StashKey[float] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("benchmark"):
-        pytest.exit("pytest-benchmark is not installed, or switched off: nothing is timed", WRONG_USE)
     rounds = config.option.rounds
     from .pairs import FEWEST
 
@@ -100,9 +105,9 @@ def bench(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def found(request: pytest.FixtureRequest) -> Iterator[Found]:
-    """What this run has measured so far; written after each module of tests."""
-    yield request.config.stash[FOUND]
+def found(request: pytest.FixtureRequest) -> Found:
+    """What this run has measured so far."""
+    return request.config.stash[FOUND]
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +139,7 @@ def speed_of(config: pytest.Config) -> Speed:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     found = config.stash[FOUND]
-    if BENCH not in config.stash or not any(vars(found).values()):
+    if BENCH not in config.stash or not found:
         return
     import os
 
@@ -154,6 +159,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run in which nothing was measured is not green."""
-    measured = any(vars(session.config.stash[FOUND]).values())
+    measured = bool(session.config.stash[FOUND])
     if exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and not measured:
         session.exitstatus = NOTHING_EXECUTED
