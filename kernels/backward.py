@@ -15,14 +15,19 @@ import triton.language as tl
 from .numerics import (
     LOG2_E,
     STRIDES_AND_LENGTHS,
+    add_product,
     head_base,
     is_visible,
     key_range,
     load_tile,
-    operand,
+    n_slices,
     rounded,
+    row_pointers,
+    row_step,
+    scores,
     store_tile,
-    tile_pointers,
+    times,
+    zeros,
 )
 from .position import key_tile, query_tile
 
@@ -33,7 +38,7 @@ def attention_delta(
     stride_ob, stride_oh, stride_om, stride_od,
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dlb, stride_dlh, stride_dlm, stride_lb, stride_lh,
-    Hq, Sq, batch, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+    Hq, Sq, batch, DV: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Delta (B, Hq, Sq), float32, its rows contiguous. Grid: B * Hq * ceil(Sq / BM).
@@ -47,15 +52,26 @@ def attention_delta(
 
     o_base = head_base(Out, b, stride_ob, h, stride_oh, VECTOR)
     do_base = head_base(DOut, b, stride_dob, h, stride_doh, VECTOR)
-    out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, VECTOR, True)
-    dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
-    out = operand(out, EMULATE_BF16).to(tl.float32)
-    dO = operand(dO, EMULATE_BF16).to(tl.float32)
-    delta = tl.sum(out * dO, 1)  # [BM]
+    out = load_tile(row_pointers(o_base, rows, stride_om, VECTOR), rows, Sq, stride_od, DV, WIDTH, VECTOR,
+                    True, EMULATE_BF16)  # fmt: skip
+    dO = load_tile(row_pointers(do_base, rows, stride_dom, VECTOR), rows, Sq, stride_dod, DV, WIDTH, VECTOR,
+                   True, EMULATE_BF16)  # fmt: skip
+    delta = tl.zeros([BM], tl.float32)
+    for i in tl.static_range(n_slices(DV, WIDTH)):
+        delta += tl.sum(out[i].to(tl.float32) * dO[i].to(tl.float32), 1)
     if HAS_DLSE:
         dlse_base = head_base(DLse, b, stride_dlb, h, stride_dlh, 1)
         delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)
     tl.store(head_base(Delta, b, stride_lb, h, stride_lh, 1) + rows, delta, mask=rows < Sq)
+
+
+@triton.jit
+def plus_zero(tiles, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The same without -0."""
+    found = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        found = found + (tiles[i] + 0.0,)
+    return found
 
 
 @triton.jit
@@ -68,7 +84,7 @@ def load_row(base, rows, Sq, other):
 def gather_key_gradients(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, end, keys, Sq, Sk, exponent_scale,
     stride_qm, stride_qd, stride_dom, stride_dod,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
@@ -77,23 +93,26 @@ def gather_key_gradients(
     Rows past Sq need no mask: q and dO are 0 there and the lse is inf, so that P is 0. Keys past Sk need
     none either: they give only to rows of dk and dv that are not stored.
     """
+    first = start + tl.arange(0, BM)
+    q_rows = row_pointers(q_base, first, stride_qm, VECTOR)
+    do_rows = row_pointers(do_base, first, stride_dom, VECTOR)
     for i in range(start, end, BM):
         rows = i + tl.arange(0, BM)
-        q = load_tile(q_base, rows, stride_qm, stride_qd, Sq, D, BLOCK_D, VECTOR, True)
-        q = operand(q, EMULATE_BF16)
-        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)
-        dO = operand(dO, EMULATE_BF16)
+        q = load_tile(q_rows, rows, Sq, stride_qd, D, WIDTH, VECTOR, True, EMULATE_BF16)  # [BM, D]
+        dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, True, EMULATE_BF16)  # [BM, DV]
         lse = load_row(lse_base, rows, Sq, float("inf")) * LOG2_E
         delta = load_row(delta_base, rows, Sq, 0.0)
-        S = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        S = scores(k, q, D, WIDTH, PRECISION)  # [BN, BM]
         P = tl.exp2(S * exponent_scale - lse[None, :])
         if MASKED:
             visible = is_visible(rows[None, :], keys[:, None], Sq, Sk, CAUSAL)
             P = tl.where(visible, P, 0.0)
-        dv = tl.dot(rounded(P, dO.dtype, EMULATE_BF16), dO, dv, input_precision=PRECISION)
-        dP = tl.dot(v, tl.trans(dO), input_precision=PRECISION)  # [BN, BM]
-        dS = rounded(P * (dP - delta[None, :]), q.dtype, EMULATE_BF16)
-        dk = tl.dot(dS, q, dk, input_precision=PRECISION)  # [BN, D]
+        dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH, PRECISION)
+        dP = scores(v, dO, DV, WIDTH, PRECISION)  # [BN, BM]
+        dS = rounded(P * (dP - delta[None, :]), q[0].dtype, EMULATE_BF16)
+        dk = add_product(dk, dS, q, D, WIDTH, PRECISION)  # [BN, D]
+        q_rows += row_step(stride_qm, VECTOR) * BM
+        do_rows += row_step(stride_dom, VECTOR) * BM
     return dk, dv
 
 
@@ -107,7 +126,7 @@ def attention_backward_dkdv(
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd, stride_lb, stride_lh,
     scale, Hkv, group, Sq, Sk,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
@@ -118,10 +137,10 @@ def attention_backward_dkdv(
     k_base = head_base(K, b_k, stride_kb, h_kv, stride_kh, VECTOR)
     v_base = head_base(V, b_k, stride_vb, h_kv, stride_vh, VECTOR)
     k_rows = tl.where(Sq > 0, Sk, 0)  # what lies behind the last sequence is not read
-    k = load_tile(k_base, keys, stride_kn, stride_kd, k_rows, D, BLOCK_D, VECTOR, True)
-    k = operand(k, EMULATE_BF16)
-    v = load_tile(v_base, keys, stride_vn, stride_vd, k_rows, DV, BLOCK_DV, VECTOR, True)
-    v = operand(v, EMULATE_BF16)
+    k = load_tile(row_pointers(k_base, keys, stride_kn, VECTOR), keys, k_rows, stride_kd, D, WIDTH, VECTOR,
+                  True, EMULATE_BF16)  # fmt: skip
+    v = load_tile(row_pointers(v_base, keys, stride_vn, VECTOR), keys, k_rows, stride_vd, DV, WIDTH, VECTOR,
+                  True, EMULATE_BF16)  # fmt: skip
     exponent_scale = scale * LOG2_E
 
     if CAUSAL:
@@ -134,8 +153,8 @@ def attention_backward_dkdv(
     else:
         start = 0
         full = 0
-    dk = tl.zeros([BN, BLOCK_D], tl.float32)
-    dv = tl.zeros([BN, BLOCK_DV], tl.float32)
+    dk = zeros(BN, D, WIDTH)
+    dv = zeros(BN, DV, WIDTH)
     for g in range(group):
         h = h_kv * group + g
         q_base = head_base(Q, b_q, stride_qb, h, stride_qh, VECTOR)
@@ -145,44 +164,57 @@ def attention_backward_dkdv(
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base,
             start, full, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+            D, DV, WIDTH, BM, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
         dk, dv = gather_key_gradients(
             dk, dv, k, v, q_base, do_base, lse_base, delta_base,
             full, Sq, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, BLOCK_D, BLOCK_DV, BM, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+            D, DV, WIDTH, BM, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
     dk_base = head_base(DK, b_k, stride_dkb, h_kv, stride_dkh, VECTOR)
     dv_base = head_base(DV_, b_k, stride_dvb, h_kv, stride_dvh, VECTOR)
-    dk_pointers = tile_pointers(dk_base, keys, stride_dkn, stride_dkd, BLOCK_D, VECTOR)
+    dk_rows = row_pointers(dk_base, keys, stride_dkn, VECTOR)
     # + 0.0: keys that no query sees get 0, not -0, whatever the sign of the scale
-    store_tile(dk_pointers, dk * scale + 0.0, keys, Sk, D, BLOCK_D, EMULATE_BF16)
-    dv_pointers = tile_pointers(dv_base, keys, stride_dvn, stride_dvd, BLOCK_DV, VECTOR)
-    store_tile(dv_pointers, dv, keys, Sk, DV, BLOCK_DV, EMULATE_BF16)
+    dk = plus_zero(times(dk, scale, D, WIDTH), D, WIDTH)
+    store_tile(dk_rows, dk, keys, Sk, stride_dkd, D, WIDTH, VECTOR, EMULATE_BF16)
+    dv_rows = row_pointers(dv_base, keys, stride_dvn, VECTOR)
+    store_tile(dv_rows, dv, keys, Sk, stride_dvd, DV, WIDTH, VECTOR, EMULATE_BF16)
+
+
+@triton.jit
+def where_live(tiles, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """0 in rows that see no key."""
+    found = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        found = found + (tl.where(live[:, None], tiles[i], 0.0),)
+    return found
 
 
 @triton.jit
 def gather_query_gradients(
     dq, q, dO, lse, delta, k_base, v_base, start, end, rows, Sq, Sk, exponent_scale,
     stride_kn, stride_kd, stride_vn, stride_vd,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys [start, end) give to dq of a tile of query rows."""
+    first = start + tl.arange(0, BN)
+    k_rows = row_pointers(k_base, first, stride_kn, VECTOR)
+    v_rows = row_pointers(v_base, first, stride_vn, VECTOR)
     for n in range(start, end, BN):
         keys = n + tl.arange(0, BN)
-        k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, MASKED)
-        v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, MASKED)
-        k = operand(k, EMULATE_BF16)
-        v = operand(v, EMULATE_BF16)
-        S = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        k = load_tile(k_rows, keys, Sk, stride_kd, D, WIDTH, VECTOR, MASKED, EMULATE_BF16)  # [BN, D]
+        v = load_tile(v_rows, keys, Sk, stride_vd, DV, WIDTH, VECTOR, MASKED, EMULATE_BF16)  # [BN, DV]
+        S = scores(q, k, D, WIDTH, PRECISION)  # [BM, BN]
         P = tl.exp2(S * exponent_scale - lse[:, None])
         if MASKED:
             visible = is_visible(rows[:, None], keys[None, :], Sq, Sk, CAUSAL)
             P = tl.where(visible, P, 0.0)
-        dP = tl.dot(dO, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)
-        dq = tl.dot(dS, k, dq, input_precision=PRECISION)  # [BM, D]
+        dP = scores(dO, v, DV, WIDTH, PRECISION)  # [BM, BN]
+        dS = rounded(P * (dP - delta[:, None]), k[0].dtype, EMULATE_BF16)
+        dq = add_product(dq, dS, k, D, WIDTH, PRECISION)  # [BM, D]
+        k_rows += row_step(stride_kn, VECTOR) * BN
+        v_rows += row_step(stride_vn, VECTOR) * BN
     return dq
 
 
@@ -195,7 +227,7 @@ def attention_backward_dq(
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd, stride_lb, stride_lh,
     scale, Hq, group, Sq, Sk,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
@@ -210,27 +242,27 @@ def attention_backward_dq(
     lse_base = head_base(Lse, b_q, stride_lb, h, stride_lh, 1)
     delta_base = head_base(Delta, b_q, stride_lb, h, stride_lh, 1)
     q_rows = tl.where(Sk > 0, Sq, 0)  # what lies behind the last sequence is not read
-    q = load_tile(q_base, rows, stride_qm, stride_qd, q_rows, D, BLOCK_D, VECTOR, True)
-    q = operand(q, EMULATE_BF16)
-    dO = load_tile(do_base, rows, stride_dom, stride_dod, q_rows, DV, BLOCK_DV, VECTOR, True)
-    dO = operand(dO, EMULATE_BF16)
+    q = load_tile(row_pointers(q_base, rows, stride_qm, VECTOR), rows, q_rows, stride_qd, D, WIDTH, VECTOR,
+                  True, EMULATE_BF16)  # fmt: skip
+    dO = load_tile(row_pointers(do_base, rows, stride_dom, VECTOR), rows, q_rows, stride_dod, DV, WIDTH,
+                   VECTOR, True, EMULATE_BF16)  # fmt: skip
     lse = load_row(lse_base, rows, q_rows, float("inf")) * LOG2_E  # [BM]
     delta = load_row(delta_base, rows, q_rows, 0.0)  # [BM]
     exponent_scale = scale * LOG2_E
 
-    dq = tl.zeros([BM, BLOCK_D], tl.float32)
+    dq = zeros(BM, D, WIDTH)
     full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
     dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, 0, full, rows, Sq, Sk,
                                 exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
-                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, False, VECTOR,
+                                D, DV, WIDTH, BN, CAUSAL, False, VECTOR,
                                 PRECISION, EMULATE_BF16)  # fmt: skip
     dq = gather_query_gradients(dq, q, dO, lse, delta, k_base, v_base, full, end, rows, Sq, Sk,
                                 exponent_scale, stride_kn, stride_kd, stride_vn, stride_vd,
-                                D, DV, BLOCK_D, BLOCK_DV, BN, CAUSAL, True, VECTOR,
+                                D, DV, WIDTH, BN, CAUSAL, True, VECTOR,
                                 PRECISION, EMULATE_BF16)  # fmt: skip
 
     live = is_visible(rows, 0, Sq, Sk, CAUSAL)  # a dead row's dO and dlse may be NaN
-    dq = tl.where(live[:, None], dq * scale, 0.0)
+    dq = where_live(times(dq, scale, D, WIDTH), live, D, WIDTH)
     dq_base = head_base(DQ, b_q, stride_dqb, h, stride_dqh, VECTOR)
-    dq_pointers = tile_pointers(dq_base, rows, stride_dqm, stride_dqd, BLOCK_D, VECTOR)
-    store_tile(dq_pointers, dq, rows, Sq, D, BLOCK_D, EMULATE_BF16)
+    dq_rows = row_pointers(dq_base, rows, stride_dqm, VECTOR)
+    store_tile(dq_rows, dq, rows, Sq, stride_dqd, D, WIDTH, VECTOR, EMULATE_BF16)

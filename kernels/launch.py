@@ -15,7 +15,7 @@ from . import ragged as of_ragged
 from .architecture import Architecture, effective_architecture
 from .launcher import Launcher
 from .ragged import FIELDS, SEQUENCES
-from .tiles import Tile, choose_tiles, padded_head_dim
+from .tiles import WHOLE, Tile, choose_tiles
 
 attention_forward = Launcher(of_forward.attention_forward)
 attention_delta = Launcher(of_backward.attention_delta)
@@ -58,7 +58,7 @@ def forward(
             q, k, v, out, lse, tiles,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-            RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out), **_dims(q, v),
+            RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out), **_dims(q, v, tile),
             **_arithmetic(arch, q, allow_tf32), **_compilation(arch, q, tile),
         )  # fmt: skip
     return out, lse
@@ -77,7 +77,7 @@ def backward(
     tiles = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size())
     delta = torch.empty_like(lse)
     sequences = ragged.cu_seqlens_q.numel() - 1 if ragged is not None else 0
-    sizes, dims, arithmetic = _sizes(q, k), _dims(q, v), _arithmetic(arch, q, allow_tf32)
+    sizes, arithmetic = _sizes(q, k), _arithmetic(arch, q, allow_tf32)
     with _device_of(q):
         if lse.numel():
             attention_delta[_grid("q", sizes.B * sizes.Hq, sizes.Sq, DELTA_ROWS)](
@@ -85,7 +85,7 @@ def backward(
                 ragged.cu_seqlens_q if ragged is not None else delta,
                 *_strides(out), *_strides(d_out),
                 *(_d_lse_strides(d_lse) if d_lse is not None else (0, 0, 0)), *_lse_strides(delta),
-                sizes.Hq, sizes.Sq, sequences, DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,
+                sizes.Hq, sizes.Sq, sequences, DV=v.shape[-1], WIDTH=WHOLE, BM=DELTA_ROWS,
                 HAS_DLSE=d_lse is not None, RAGGED=ragged is not None, VECTOR=_vector(out, d_out),
                 EMULATE_BF16=arithmetic["EMULATE_BF16"],
             )  # fmt: skip
@@ -97,7 +97,7 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dk), *_strides(dv),
                 *_lse_strides(lse), scale, sizes.Hkv, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dk, dv), **dims, **arithmetic, **_compilation(arch, q, tile),
+                VECTOR=_vector(q, k, v, d_out, dk, dv), **_dims(q, v, tile), **arithmetic, **_compilation(arch, q, tile),
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
@@ -107,7 +107,7 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dq),
                 *_lse_strides(lse), scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dq), **dims, **arithmetic, **_compilation(arch, q, tile),
+                VECTOR=_vector(q, k, v, d_out, dq), **_dims(q, v, tile), **arithmetic, **_compilation(arch, q, tile),
             )  # fmt: skip
     return dq, dk, dv
 
@@ -208,14 +208,8 @@ def _grid(name: str, heads: int, length: int, rows: int) -> tuple[int]:
     return (programs,)
 
 
-def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
-    D, Dv = q.shape[-1], v.shape[-1]
-    return {
-        "D": D,
-        "DV": Dv,
-        "BLOCK_D": padded_head_dim(D),
-        "BLOCK_DV": padded_head_dim(Dv),
-    }
+def _dims(q: Tensor, v: Tensor, tile: Tile) -> dict[str, int]:
+    return {"D": q.shape[-1], "DV": v.shape[-1], "WIDTH": tile.width}
 
 
 def _vector(*tensors: Tensor) -> int:

@@ -10,7 +10,7 @@ STRIDES_AND_LENGTHS = [
     *(f"stride_{tensor}{dim}" for tensor in ("k", "v", "dk", "dv") for dim in "bhnd"),
     "Hq", "Hkv", "group", "Sq", "Sk", "batch",
 ]  # fmt: skip
-"""Integer arguments that a kernel is not compiled anew for; see `tile_pointers`."""
+"""Integer arguments that a kernel is not compiled anew for; see `row_pointers`."""
 
 
 @triton.jit
@@ -48,57 +48,139 @@ def head_base(tensor, b, stride_b, h, stride_h, VECTOR: tl.constexpr):
     return tensor + (b * stride_b + h * stride_h) // VECTOR * VECTOR
 
 
+@triton.constexpr_function
+def n_slices(DIM, WIDTH):
+    """Slices of a head dimension: all WIDTH columns wide but for the last."""
+    return -(-DIM // WIDTH)
+
+
+@triton.constexpr_function
+def slice_width(i, DIM, WIDTH):
+    """Columns of slice i: of the last the power of two, at least 16, that holds what is left."""
+    left = DIM - i * WIDTH
+    return WIDTH if left >= WIDTH else max(16, 1 << (left - 1).bit_length())
+
+
 @triton.jit
-def tile_pointers(base, rows, stride_row, stride_dim, BLOCK_DIM: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers [len(rows), BLOCK_DIM]. 64-bit offsets.
+def row_pointers(base, rows, stride_row, VECTOR: tl.constexpr):
+    """Pointers [len(rows)] to rows. 64-bit offsets.
 
     VECTOR > 1 promises a last dimension without gaps and all else in multiples of VECTOR elements (16
     bytes). The compiler learns it from a division and multiplication that change nothing, and emits
     16-byte accesses; Triton's own specialisation of integer arguments would compile each kernel anew
     for every pattern of divisible strides and lengths.
     """
-    dims = tl.arange(0, BLOCK_DIM)
+    return base + rows.to(tl.int64) * row_step(stride_row, VECTOR)
+
+
+@triton.jit
+def row_step(stride_row, VECTOR: tl.constexpr):
+    """From one row to the next, in 64 bits."""
+    return (stride_row // VECTOR * VECTOR).to(tl.int64)
+
+
+@triton.jit
+def slice_pointers(rows, i: tl.constexpr, stride_dim, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                   VECTOR: tl.constexpr):  # fmt: skip
+    """Pointers [len(rows), columns] to slice i of rows, from those of the rows."""
+    dims = i * WIDTH + tl.arange(0, slice_width(i, DIM, WIDTH))
     if VECTOR > 1:
-        return base + (rows.to(tl.int64) * (stride_row // VECTOR * VECTOR))[:, None] + dims[None, :]
+        return rows[:, None] + dims[None, :]
     else:
-        columns = dims.to(tl.int64) * stride_dim
-        return base + (rows.to(tl.int64) * stride_row)[:, None] + columns[None, :]
+        return rows[:, None] + (dims.to(tl.int64) * stride_dim)[None, :]
 
 
 @triton.jit
-def load_tile(base, rows, stride_row, stride_dim, n_rows, DIM: tl.constexpr,
-              BLOCK_DIM: tl.constexpr, VECTOR: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
-    """Rows of a tensor as a tile [len(rows), BLOCK_DIM]; 0 past n_rows and past DIM."""
-    pointers = tile_pointers(base, rows, stride_row, stride_dim, BLOCK_DIM, VECTOR)
-    inside = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+def load_slice(pointers, i: tl.constexpr, rows, n_rows, stride_dim, DIM: tl.constexpr, WIDTH: tl.constexpr,
+               VECTOR: tl.constexpr, CHECK_ROWS: tl.constexpr):  # fmt: skip
+    """Slice i of rows; 0 past n_rows and past DIM."""
+    where = slice_pointers(pointers, i, stride_dim, DIM, WIDTH, VECTOR)
+    columns: tl.constexpr = slice_width(i, DIM, WIDTH)
+    inside = (i * WIDTH + tl.arange(0, columns) < DIM)[None, :]
     if CHECK_ROWS:
-        if DIM == BLOCK_DIM:
-            return tl.load(pointers, mask=(rows < n_rows)[:, None], other=0.0)
+        if i * WIDTH + columns <= DIM:
+            return tl.load(where, mask=(rows < n_rows)[:, None], other=0.0)
         else:
-            return tl.load(pointers, mask=(rows < n_rows)[:, None] & inside, other=0.0)
+            return tl.load(where, mask=(rows < n_rows)[:, None] & inside, other=0.0)
     else:
-        if DIM == BLOCK_DIM:
-            return tl.load(pointers)
+        if i * WIDTH + columns <= DIM:
+            return tl.load(where)
         else:
-            return tl.load(pointers, mask=inside, other=0.0)
+            return tl.load(where, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_tile(pointers, x, rows, n_rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-               EMULATE_BF16: tl.constexpr):  # fmt: skip
-    """A float32 tile [len(rows), BLOCK_DIM], rounded to the dtype of the memory, up to n_rows and DIM."""
-    mask = (rows < n_rows)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    x = rounded(x, pointers.dtype.element_ty, EMULATE_BF16)
+def load_tile(pointers, rows, n_rows, stride_dim, DIM: tl.constexpr, WIDTH: tl.constexpr,
+              VECTOR: tl.constexpr, CHECK_ROWS: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
+    """Rows of a tensor as operands: a tile [len(rows), columns] for each slice of the head dimension."""
+    tiles = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        x = load_slice(pointers, i, rows, n_rows, stride_dim, DIM, WIDTH, VECTOR, CHECK_ROWS)
+        tiles = tiles + (operand(x, EMULATE_BF16),)
+    return tiles
+
+
+@triton.jit
+def zeros(rows: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """A float32 tile [rows, columns] of zeros for each slice."""
+    tiles = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        tiles = tiles + (tl.zeros([rows, slice_width(i, DIM, WIDTH)], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def scores(a, b, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T [rows of a, rows of b], summed over the slices."""
+    x = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, n_slices(DIM, WIDTH)):
+        x = tl.dot(a[i], tl.trans(b[i]), x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def add_product(acc, a, b, DIM: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b, slice by slice of b."""
+    tiles = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        tiles = tiles + (tl.dot(a, b[i], acc[i], input_precision=PRECISION),)
+    return tiles
+
+
+@triton.jit
+def times(tiles, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Each slice times x."""
+    found = ()
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        found = found + (tiles[i] * x,)
+    return found
+
+
+@triton.jit
+def store_slice(pointers, x, i: tl.constexpr, rows, n_rows, stride_dim, DIM: tl.constexpr,
+                WIDTH: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
+    """A float32 slice, rounded to the dtype of the memory, up to n_rows and DIM."""
+    where = slice_pointers(pointers, i, stride_dim, DIM, WIDTH, VECTOR)
+    columns = i * WIDTH + tl.arange(0, slice_width(i, DIM, WIDTH))
+    x = rounded(x, where.dtype.element_ty, EMULATE_BF16)
     if EMULATE_BF16:
         x = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    tl.store(pointers, x, mask=mask)
+    tl.store(where, x, mask=(rows < n_rows)[:, None] & (columns < DIM)[None, :])
+
+
+@triton.jit
+def store_tile(pointers, tiles, rows, n_rows, stride_dim, DIM: tl.constexpr, WIDTH: tl.constexpr,
+               VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr):  # fmt: skip
+    """All slices of rows."""
+    for i in tl.static_range(n_slices(DIM, WIDTH)):
+        store_slice(pointers, tiles[i], i, rows, n_rows, stride_dim, DIM, WIDTH, VECTOR, EMULATE_BF16)
 
 
 @triton.jit
 def is_visible(rows, keys, Sq, Sk, CAUSAL: tl.constexpr):
     """Whether query i sees key j, for broadcastable indices: j < Sk and, causal, j <= i + Sk - Sq."""
     if CAUSAL:
-        return (keys < Sk) & (keys <= rows + (Sk - Sq))
+        return keys <= tl.minimum(rows + (Sk - Sq), Sk - 1)
     else:
         return keys < Sk + 0 * rows
 

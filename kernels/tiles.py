@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from .architecture import KIB, Architecture
 
 
+WHOLE = 256
+"""Columns of a slice that holds any head dimension."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """One kernel's tile and how it is compiled.
@@ -22,12 +26,14 @@ class Tile:
         BN: key rows.
         warps: of 32 threads each.
         stages: depth of the software pipeline.
+        width: columns of a slice of the head dimension; the last slice is as narrow as what is left.
     """
 
     BM: int
     BN: int
     warps: int
     stages: int
+    width: int = WHOLE
 
 
 @dataclass(frozen=True)
