@@ -11,8 +11,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import launch
+from . import launch, plans
 from .checks import check_flags, check_no_tangents, check_tensors, checked_scale
 from .dispatch import needs_operator, wants_gradients
 
@@ -67,11 +68,66 @@ def flash_attention(
     """
     check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
                 allow_tf32=allow_tf32)  # fmt: skip
+    found = _again(q, k, v, causal, scale, allow_tf32)
+    if found is not None:
+        return found if return_lse else found[0]
     check_tensors(q, k, v)
     check_no_tangents(q=q, k=k, v=v)
     scale = checked_scale(scale, q.shape[3])
     out, lse = _forward(q, k, v, causal, scale, allow_tf32)
     return (out, lse) if return_lse else out
+
+
+def _again(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, allow_tf32: bool
+) -> tuple[Tensor, Tensor] | None:
+    """A call like one before, which was checked; None if there is no plan of it."""
+    if needs_operator(q, k, v) or not q.is_cuda or forward_ad._current_level >= 0:
+        return None
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.ndim else None
+    if type(scale) is not float:
+        return None
+    inputs = q, k, v
+    plan = plans.known(plans.key_of(inputs, causal, scale, allow_tf32))
+    if plan is None:
+        return None
+    if wants_gradients(q, k, v):
+        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
+    return plan(inputs)
+
+
+def _launched(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
+) -> tuple[Tensor, Tensor]:
+    """Launches by a plan; the first time, makes one."""
+    if not q.is_cuda:
+        return launch.forward(q, k, v, causal, scale, allow_tf32)
+    inputs = q, k, v
+    key = plans.key_of(inputs, causal, scale, allow_tf32)
+    plan = plans.known(key)
+    found = plan(inputs) if plan is not None else None
+    if found is None:
+        found = plans.kept(key, inputs, lambda: launch.forward(q, k, v, causal, scale, allow_tf32))
+    return found
+
+
+def _launched_backward(
+    d_out: Tensor | None, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, allow_tf32: bool, need_dq: bool, need_dkdv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same for the backward."""
+    if not q.is_cuda or d_out is None:
+        return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv)
+    inputs = q, k, v, out, lse, d_out, d_lse
+    key = plans.key_of(inputs, causal, scale, allow_tf32, need_dq, need_dkdv)
+    plan = plans.known(key)
+    found = plan(inputs) if plan is not None else None
+    if found is None:
+        found = plans.kept(key, inputs, lambda: launch.backward(
+            d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv
+        ))  # fmt: skip
+    return found
 
 
 def _forward(
@@ -81,7 +137,7 @@ def _forward(
         return _forward_operator(q, k, v, causal, scale, allow_tf32)
     if wants_gradients(q, k, v):
         return _Attention.apply(q, k, v, causal, scale, allow_tf32)
-    return launch.forward(q, k, v, causal, scale, allow_tf32)
+    return _launched(q, k, v, causal, scale, allow_tf32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_forward", mutates_args=())
@@ -147,7 +203,7 @@ def _backward(d_out: Tensor | None, d_lse: Tensor | None, *saved: Any) -> tuple[
         *(t for t in (d_out, d_lse, *saved) if isinstance(t, Tensor))
     ):
         return _backward_operator(d_out, d_lse, *saved)
-    return launch.backward(d_out, d_lse, *saved)
+    return _launched_backward(d_out, d_lse, *saved)
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
@@ -162,7 +218,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = launch.forward(*inputs)
+        output = _launched(*inputs)
         _save(ctx, inputs, output)
         return output
 

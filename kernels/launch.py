@@ -97,7 +97,8 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dk), *_strides(dv),
                 *_lse_strides(lse), scale, sizes.Hkv, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dk, dv), **_dims(q, v, tile), **arithmetic, **_compilation(arch, q, tile),
+                VECTOR=_vector(q, k, v, d_out, dk, dv), **_dims(q, v, tile), **arithmetic,
+                **_compilation(arch, q, tile),
             )  # fmt: skip
         if dq.numel():
             tile = tiles.dq
@@ -107,7 +108,8 @@ def backward(
                 *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dq),
                 *_lse_strides(lse), scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk,
                 BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dq), **_dims(q, v, tile), **arithmetic, **_compilation(arch, q, tile),
+                VECTOR=_vector(q, k, v, d_out, dq), **_dims(q, v, tile), **arithmetic,
+                **_compilation(arch, q, tile),
             )  # fmt: skip
     return dq, dk, dv
 

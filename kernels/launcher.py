@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from .plans import ALIGNED, Launch, record
+
 INT32 = range(-(2**31), 2**31)
-ALIGNED = 16
-"""Bytes: what Triton specialises a pointer's alignment for."""
 
 
 class Launcher:
@@ -56,11 +56,15 @@ class Launcher:
             found = self._compiled.get(key)
             if found is not None and not self.kernel.pre_run_hooks:
                 compiled, constants = found
-                compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*arguments, *constants)
+                launch = Launch(compiled[(*grid, 1, 1)[:3]], (*arguments, *constants))
+                launch.run(*launch.arguments)
+                record(launch)
                 return
             compiled = self.kernel[grid](*arguments, **keywords)
             if isinstance(compiled, CompiledKernel):
                 rest = self.kernel.arg_names[len(arguments) :]
                 self._compiled[key] = compiled, tuple(keywords[name] for name in rest)
+            record(None)
             return
         self.kernel[grid](*arguments, **keywords)
+        record(None)

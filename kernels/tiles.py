@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from .architecture import KIB, Architecture
 
-
 WHOLE = 256
 """Columns of a slice that holds any head dimension."""
 
@@ -113,8 +112,9 @@ TABLES: dict[str, dict[str, dict[int, list[tuple[int, int, int, int]]]]] = {
 """By what they are for; (BM, BN, warps, stages) by kernel and padded head dimension."""
 
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
-# sequences span several of them; BM and BN differ, so that a mix-up shows.
-_INTERPRETER = {"forward": (32, 16, 1, 1), "dkdv": (16, 32, 1, 1), "dq": (32, 16, 1, 1)}
+# sequences span several of them; BM and BN differ, so that a mix-up shows; and slices of 32 columns, so that
+# small head dimensions have several too.
+_INTERPRETER = {"forward": (32, 16, 1, 1, 32), "dkdv": (16, 32, 1, 1, 32), "dq": (32, 16, 1, 1, 32)}
 
 
 def padded_head_dim(dim: int) -> int:
