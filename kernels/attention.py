@@ -66,11 +66,12 @@ def flash_attention(
         ValueError: shapes that do not fit, a head dimension out of range, a scale that is not finite.
         RuntimeError: a device that the kernels do not run on; forward-mode differentiation.
     """
+    if type(causal) is type(return_lse) is type(deterministic) is type(allow_tf32) is bool:
+        found = _again(q, k, v, causal, scale, allow_tf32)
+        if found is not None:
+            return found if return_lse else found[0]
     check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
                 allow_tf32=allow_tf32)  # fmt: skip
-    found = _again(q, k, v, causal, scale, allow_tf32)
-    if found is not None:
-        return found if return_lse else found[0]
     check_tensors(q, k, v)
     check_no_tangents(q=q, k=k, v=v)
     scale = checked_scale(scale, q.shape[3])

@@ -44,8 +44,11 @@ class Tiles:
     dq: Tile
 
 
-# (BM, BN, warps, stages), by the larger padded head dimension, from best to safest.
-_HALF = {
+Table = dict[str, dict[int, list[tuple[int, ...]]]]
+"""By kernel and the larger padded head dimension (BM, BN, warps, stages), and the width where it is not
+whole; from best to safest."""
+
+_HALF: Table = {
     "forward": {
         16: [(128, 64, 4, 3)],
         32: [(128, 64, 4, 3)],
@@ -70,7 +73,7 @@ _HALF = {
 }
 
 # float32 products do not use tensor cores: small tiles, or the operands fill the registers.
-_SINGLE = {
+_SINGLE: Table = {
     "forward": {
         16: [(64, 32, 4, 2)],
         32: [(64, 32, 4, 2)],
@@ -98,18 +101,18 @@ _SINGLE = {
 # tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products.
 # From T = 512 to 8192 they are ahead of the tiles above, but for D = 128 at 8192, where they are level. The
 # dK/dV tile above spills there.
-_HALF_SM90 = {
+_HALF_SM90: Table = {
     "forward": {64: [(64, 64, 4, 3)], 128: [(64, 64, 4, 3)]},
     "dkdv": {128: [(32, 64, 8, 2)]},
     "dq": {64: [(64, 64, 4, 2)], 128: [(64, 64, 4, 2)]},
 }
 
-TABLES: dict[str, dict[str, dict[int, list[tuple[int, int, int, int]]]]] = {
+TABLES: dict[str, Table] = {
     "16 bit": _HALF,
     "16 bit, sm_90": _HALF_SM90,
     "32 bit": _SINGLE,
 }
-"""By what they are for; (BM, BN, warps, stages) by kernel and padded head dimension."""
+"""By what they are for."""
 
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
 # sequences span several of them; BM and BN differ, so that a mix-up shows; and slices of 32 columns, so that

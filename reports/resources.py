@@ -24,6 +24,7 @@ import msgspec
 from . import kept
 from .errors import ReportError
 from .kept import Difference, Key
+from .tiles import WHOLE
 
 if TYPE_CHECKING:
     from tests.offline import Case, Program
@@ -75,6 +76,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         BM, BN: query and key rows of the tile; 0 for kernels of one fixed shape.
         warps: of 32 threads each.
         stages: depth of the software pipeline.
+        width: columns of a slice of the head dimension; 256 holds any.
         shared: bytes of shared memory of a block.
         registers: 32-bit registers of a thread.
         stack: bytes of stack of a thread: what is spilled.
@@ -94,6 +96,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     BN: int = 0
     warps: int
     stages: int
+    width: int = WHOLE
     shared: int = 0
     registers: int
     stack: int = 0
@@ -114,9 +117,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     instructions: int = 0
 
     @property
-    def tile(self) -> tuple[int, int, int, int]:
-        """BM, BN, warps, stages."""
-        return self.BM, self.BN, self.warps, self.stages
+    def tile(self) -> tuple[int, ...]:
+        """BM, BN, warps, stages, width."""
+        return self.BM, self.BN, self.warps, self.stages, self.width
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +244,7 @@ def entry(program: Program) -> Entry:
         BN=program.tile.BN if program.tile else 0,
         warps=program.warps,
         stages=program.stages,
+        width=program.tile.width if program.tile else WHOLE,
         shared=program.shared,
         registers=program.registers,
         stack=program.stack,
@@ -360,7 +364,7 @@ _WORSE_IF_MORE = ("shared", "registers", "stack")
 _WORSE_IF_FEWER = ("mma", "wgmma", "tf32", "cp_async_16", "cp_async", "tma")
 _OTHERS = tuple(
     name for name in Entry.__struct_fields__
-    if name not in (*_WORSE_IF_MORE, *_WORSE_IF_FEWER, "BM", "BN", "warps", "stages")
+    if name not in (*_WORSE_IF_MORE, *_WORSE_IF_FEWER, "BM", "BN", "warps", "stages", "width")
 )  # fmt: skip
 
 
@@ -443,10 +447,11 @@ def markdown(found: Resources) -> str:
         "",
         f"Implementation {found.implementation}, Triton {found.triton}, ptxas {found.ptxas}:"
         f" {len(found.entries)} configurations.",
-        "Tile: BM x BN, warps (w), stages (s). KiB: shared memory of a block. reg: registers of a thread, and"
-        " bytes that are spilled. TC: instructions of tensor cores, mma.sync, or wgmma where marked w. cp:"
-        " asynchronous copies of 16 bytes. Instructions are counted in the PTX, each as often as it stands"
-        " there, however often a loop executes it.",
+        "Tile: BM x BN, warps (w), stages (s), columns of a slice of the head dimension (c) where there are"
+        " several. KiB: shared memory of a block. reg: registers of a thread, and bytes that are spilled. TC:"
+        " instructions of tensor cores, mma.sync, or wgmma where marked w. cp: asynchronous copies of 16"
+        " bytes. Instructions are counted in the PTX, each as often as it stands there, however often a loop"
+        " executes it.",
         "",
         *_extremes(found.entries),
     ]
@@ -533,7 +538,8 @@ def _extremes(entries: Mapping[str, Entry]) -> list[str]:
 
 def _tile(of: Entry) -> str:
     shape = f"{of.BM}x{of.BN} " if of.BN else ""
-    return f"{shape}{of.warps}w {of.stages}s"
+    slices = f" {of.width}c" if of.width != WHOLE else ""
+    return f"{shape}{of.warps}w {of.stages}s{slices}"
 
 
 def _kib(size: int) -> str:

@@ -23,6 +23,7 @@ from .tiles import (
     PRUNED,
     STATUSES,
     UNMEASURED,
+    WHOLE,
     WRONG,
     TileEntry,
     TileSweep,
@@ -44,7 +45,7 @@ def markdown(sweep: TileSweep) -> str:
     lines = [
         f"### Tiles on {sweep.device}, {sweep.path}",
         "",
-        f"{sweep.dtype}, {sweep.tokens:,} tokens, H D = 2048; {versions}; {sweep.seconds:.0f} s."
+        f"{sweep.dtype}, {sweep.tokens:,} tokens, H = 2048 // D; {versions}; {sweep.seconds:.0f} s."
         f" Of {len(sweep.entries)} tiles"
         f" {', '.join(f'{counts[status]} {status}' for status in STATUSES if counts[status])}.",
         "",
@@ -53,7 +54,7 @@ def markdown(sweep: TileSweep) -> str:
         " the problems: above 1 is faster. Registers and spilled bytes are of a thread, shared memory is of a"
         " block; of the causal and the full kernel the one that takes more. Blocks are those that a"
         " multiprocessor can hold at once, and what allows no more; occupancy is theoretical: resident warps"
-        " over most warps.",
+        " over most warps. The width is that of a slice of the head dimension, in columns.",
     ]
     if sweep.compiled_for != sweep.chip:
         lines += [
@@ -73,7 +74,7 @@ def _table(sweep: TileSweep, entries: Sequence[TileEntry]) -> list[str]:
         problems = list(ranked[0].seconds)
         chips = list(dict.fromkeys((sweep.chip, sweep.compiled_for)))
         residence = [head for chip in chips for head in (f"blocks, {chip}", "limited by", "occupancy")]
-        head = ["BM", "BN", "warps", "stages", *(f"{name}, ms" for name in problems), "x shipped",
+        head = ["BM", "BN", "warps", "stages", "width", *(f"{name}, ms" for name in problems), "x shipped",
                 "registers", "spilled, B", "shared, KiB", *residence]  # fmt: skip
         lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
         lines += [_row(entry, problems, chips, shipped) for entry in ranked]
@@ -90,7 +91,9 @@ def _table(sweep: TileSweep, entries: Sequence[TileEntry]) -> list[str]:
 def _row(entry: TileEntry, problems: Sequence[str], chips: Sequence[str], shipped: TileEntry | None) -> str:
     times = [f"{statistics.median(entry.seconds[name]) * 1e3:.3f}" for name in problems]
     ratio = f"{shipped.time / entry.time:.3f}" if shipped is not None else ""
-    cells = [*map(str, entry.tile), *times, ratio, str(entry.registers), str(entry.spilled or ""),
+    width = "whole" if entry.width == WHOLE else entry.width
+    tile = entry.BM, entry.BN, entry.warps, entry.stages, width
+    cells = [*map(str, tile), *times, ratio, str(entry.registers), str(entry.spilled or ""),
              f"{entry.shared / KIB:.5g}"]  # fmt: skip
     for chip in chips:
         held = entry.residence.get(chip)

@@ -18,6 +18,9 @@ from . import versioned
 
 VERSION = 1
 
+WHOLE = 256
+"""Columns of a slice that holds any head dimension, as of `kernels.tiles`."""
+
 MEASURED = "measured"
 PRUNED = "pruned"
 FAILED = "failed"
@@ -62,7 +65,7 @@ class TileEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     Attributes:
         kernel: "forward", "dkdv", "dq".
         dim: head dimension.
-        BM, BN, warps, stages: as of `kernels.tiles.Tile`.
+        BM, BN, warps, stages, width: as of `kernels.tiles.Tile`.
         status: of `STATUSES`.
         reason: for the status, where there is one.
         shipped: whether it is the one that `kernels.tiles` chooses here.
@@ -79,6 +82,7 @@ class TileEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     warps: int
     stages: int
     status: str
+    width: int = WHOLE
     reason: str = ""
     shipped: bool = False
     programs: dict[str, Program] = {}
@@ -87,12 +91,15 @@ class TileEntry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     final: dict[str, list[float]] = {}
 
     @property
-    def tile(self) -> tuple[int, int, int, int]:
-        return self.BM, self.BN, self.warps, self.stages
+    def tile(self) -> tuple[int, ...]:
+        """As an entry of `kernels.tiles`: without the width where it is whole."""
+        shape = self.BM, self.BN, self.warps, self.stages
+        return shape if self.width == WHOLE else (*shape, self.width)
 
     @property
     def name(self) -> str:
-        return f"{self.BM}x{self.BN} w{self.warps} s{self.stages}"
+        slices = "" if self.width == WHOLE else f" c{self.width}"
+        return f"{self.BM}x{self.BN} w{self.warps} s{self.stages}{slices}"
 
     @property
     def registers(self) -> int:

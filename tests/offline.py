@@ -186,7 +186,9 @@ def compiled(case: Case) -> Program:
     target = GPUTarget("cuda", case.arch.capability, 32)
     binary = triton.compile(source, target=target, options=options)
     warps, stages = binary.metadata.num_warps, binary.metadata.num_stages
-    tile = Tile(constants["BM"], constants["BN"], warps, stages) if "BN" in constants else None
+    tile = None
+    if "BN" in constants:
+        tile = Tile(constants["BM"], constants["BN"], warps, stages, constants["WIDTH"])
     registers, stack = _usage(binary.asm["cubin"])
     return Program(tile, warps, stages, binary.metadata.shared, stack, registers, binary.asm["ptx"])
 

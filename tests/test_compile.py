@@ -17,7 +17,7 @@ import triton
 
 from kernels import launch, tiles
 from kernels.architecture import Architecture
-from kernels.tiles import TABLES, choose_tiles, padded_head_dim, shared_memory
+from kernels.tiles import TABLES, WHOLE, Tile, choose_tiles, padded_head_dim, shared_memory
 from reports import kept, resources
 from reports.kept import Difference
 from reports.resources import Resources
@@ -92,7 +92,7 @@ def test_unusual_shapes(case: Case) -> None:
 def test_whatever_tile_can_be_chosen_is_compiled(arch: Architecture) -> None:
     """For every head dimension from 16 to 256, in every arithmetic."""
     listed = {
-        (case.kernel, case.arithmetic, padded_head_dim(case.dim), *of_launch(case))
+        (case.kernel, case.arithmetic, padded_head_dim(case.dim), of_launch(case))
         for case in shipped()
         if case.arch == arch and case.kernel in TILED
     }
@@ -103,19 +103,19 @@ def test_whatever_tile_can_be_chosen_is_compiled(arch: Architecture) -> None:
             assert chosen == choose_tiles(arch, 16, dim, itemsize)
             for kernel in TILED:
                 tile = getattr(chosen, kernel)
-                what = (kernel, arithmetic, padded_head_dim(dim), tile.BM, tile.BN, tile.warps, tile.stages)
+                what = (kernel, arithmetic, padded_head_dim(dim), tile)
                 assert what in listed
 
 
-def of_launch(case: Case) -> tuple[int, int, int, int]:
+def of_launch(case: Case) -> Tile:
     _, _, keywords = launched(case)
-    return keywords["BM"], keywords["BN"], keywords["num_warps"], keywords["num_stages"]
+    return Tile(*(keywords[name] for name in ("BM", "BN", "num_warps", "num_stages", "WIDTH")))
 
 
 def test_every_entry_of_the_table_of_tiles_is_compiled() -> None:
     """None is left to be chosen for the first time by a chip that nobody has compiled for."""
     tried = {
-        (case.kernel, padded_head_dim(case.dim), case.dtype.itemsize, *of_launch(case))
+        (case.kernel, padded_head_dim(case.dim), case.dtype.itemsize, of_launch(case))
         for case in shipped()
         if case.kernel in TILED
     }
@@ -124,7 +124,7 @@ def test_every_entry_of_the_table_of_tiles_is_compiled() -> None:
         for kernel, by_dim in table.items():
             for dim, entries in by_dim.items():
                 for entry in entries:
-                    assert (kernel, dim, itemsize, *entry) in tried
+                    assert (kernel, dim, itemsize, Tile(*entry)) in tried
 
 
 def test_every_kernel_that_is_launched_is_compiled() -> None:
@@ -183,9 +183,9 @@ def test_measuring_in_processes_finds_the_same() -> None:
 
 
 @pytest.fixture
-def forward_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[int, int, int, int]]]]:
+def forward_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[int, ...]]]]:
     """The table of the forward tiles for 16 bit, to be changed; no other has a say on sm_90."""
-    table: dict[int, list[tuple[int, int, int, int]]] = dict(TABLES["16 bit"]["forward"])
+    table: dict[int, list[tuple[int, ...]]] = dict(TABLES["16 bit"]["forward"])
     monkeypatch.setitem(TABLES["16 bit"], "forward", table)
     monkeypatch.setitem(TABLES["16 bit, sm_90"], "forward", {})
     choose_tiles.cache_clear()
@@ -210,7 +210,7 @@ def test_a_tile_that_is_too_big_is_red_on_the_chips_that_cannot_hold_it(
     monkeypatch.setattr(tiles, "shared_memory", lambda *_: 0)
     found = resources.measure(1, [at_128(chip)])
     (entry,) = found.entries.values()
-    assert (entry.tile, entry.shared >= 128 * 1024) == (LARGE, True)
+    assert (entry.tile, entry.shared >= 128 * 1024) == ((*LARGE, WHOLE), True)
     too_big = [what for what in red(resources.limits(found)) if "shared memory" in what]
     assert too_big == (
         [] if fits else [f"forward-{chip}-float16-D128: 128 KiB of shared memory; a block on {chip} has 99"]

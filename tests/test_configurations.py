@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import effective_architecture, launch
+from kernels import effective_architecture, launch, plans
 from kernels.architecture import Architecture
-from kernels.tiles import TABLES, Tile, Tiles, choose_tiles, shared_memory
+from kernels.tiles import TABLES, WHOLE, Tile, Tiles, choose_tiles, shared_memory
 from reference import emulation
 
 from .calls import assert_same_bits, attend, inputs_of
@@ -40,6 +40,7 @@ class Choice:
     def __str__(self) -> str:
         tile = self.tile
         shape = f"{tile.BM}x{tile.BN}-w{tile.warps}-s{tile.stages}"
+        shape += f"-c{tile.width}" if tile.width != WHOLE else ""
         return f"{self.kernel}-D{self.dim}-{8 * self.itemsize}bit-{shape}"
 
 
@@ -60,13 +61,19 @@ def with_tile(arch: Architecture, choice: Choice, **changes: int) -> Tiles:
     return replace(choose_tiles(arch, choice.dim, choice.dim, choice.itemsize), **{choice.kernel: tile})
 
 
+def launch_with(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has these launched, and forgets the calls that were made with others."""
+    monkeypatch.setattr(launch, "choose_tiles", lambda *_: tiles)
+    monkeypatch.setattr(plans, "_plans", {})
+
+
 @pytest.mark.parametrize("choice", list(choices()), ids=str)
 def test_each_configuration_alone_is_right(
     choice: Choice, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M2."""
     tiles = with_tile(effective_architecture(gpu), choice)
-    monkeypatch.setattr(launch, "choose_tiles", lambda *_: tiles)
+    launch_with(tiles, monkeypatch)
     known = emulation.Tiles(**{kernel: (t.BM, t.BN) for kernel, t in vars(tiles).items()})
     ours = replace(load("triton"), tiles=lambda case, device: known)
     dtypes = ("float16", "bfloat16") if choice.itemsize == 2 else ("float32",)
@@ -76,6 +83,23 @@ def test_each_configuration_alone_is_right(
                         dim=choice.dim, dim_v=choice.dim, dtype=dtype, causal=causal, d_lse=True)  # fmt: skip
             record = compare(case, ours, gpu)
             assert record.status == "held", explain(record)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize(("dim", "dim_v"), [(80, 80), (192, 128), (40, 256)])
+def test_slices_of_any_width_are_right(
+    dim: int, dim_v: int, width: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several whole slices, a narrower last one, and other slices of v than of q and k."""
+    chosen = choose_tiles(effective_architecture(gpu), dim, dim_v, 2)
+    launch_with(
+        Tiles(**{kernel: replace(tile, width=width) for kernel, tile in vars(chosen).items()}), monkeypatch
+    )
+    for causal in (False, True):
+        case = Case(heads_q=2, heads_kv=1, len_q=2 * chosen.forward.BM + 1, len_k=2 * chosen.dkdv.BN + 3,
+                    dim=dim, dim_v=dim_v, dtype="float16", causal=causal, d_lse=True)  # fmt: skip
+        record = compare(case, load("triton"), gpu)
+        assert record.status == "held", explain(record)
 
 
 @pytest.mark.parametrize("arithmetic", ["float16", "float32", "tf32"])
@@ -97,7 +121,7 @@ def test_the_depth_of_the_pipeline_changes_no_bit(
         if shared_memory(arch, kernel, candidate, dim, itemsize) > arch.shared_memory:
             continue
         tiles = with_tile(arch, choice, stages=stages)
-        monkeypatch.setattr(launch, "choose_tiles", lambda *_, tiles=tiles: tiles)
+        launch_with(tiles, monkeypatch)
         found[stages] = attend(x, causal=True, allow_tf32=arithmetic == "tf32")
         assert_same_bits(attend(x, causal=True, allow_tf32=arithmetic == "tf32"), found[stages])
     assert len(found) >= 2

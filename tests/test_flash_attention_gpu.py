@@ -284,8 +284,13 @@ FAR: dict[str, tuple[dict[str, int], int, int]] = {
     "heads": ({"heads_q": 3, "heads_kv": 3, "len_q": 1, "len_k": 1, "dim": 64}, 1, 2**30),
     "sequence": ({"heads_q": 1, "len_q": 3, "len_k": 3, "dim": 64}, 2, 2**30),
     "head dimension": ({"heads_q": 1, "len_q": 1, "len_k": 1, "dim": 17}, 3, 2**27),
+    **{
+        f"{rows} rows": ({"heads_q": 1, "len_q": rows + 1, "len_k": rows + 1, "dim": 64}, 2, 2**31 // rows)
+        for rows in (32, 64, 128)
+    },
 }
-"""A dimension, and a stride of it that fits 32 bits while the offset of its last index does not."""
+"""A dimension, and a stride of it that fits 32 bits while the offset of its last index does not. Of so many
+rows, the same of the step from a tile to the next."""
 
 
 @pytest.fixture(scope="module")

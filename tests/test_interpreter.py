@@ -26,9 +26,9 @@ def multiply(A, B, C):
 
 @triton.jit
 def round_and_store(X, Y):
-    at = tl.arange(0, 1024)
-    x = tl.load(X + at)[:, None]
-    store_tile(Y + at[:, None], x, at, 1024, 1, 1, True)
+    rows = tl.arange(0, 64)
+    x = tl.load(X + rows[:, None] * 16 + tl.arange(0, 16)[None, :])
+    store_tile(Y + rows * 16, (x,), rows, 64, 1, 16, 16, 1, True)
 
 
 @triton.jit

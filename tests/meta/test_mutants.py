@@ -82,8 +82,8 @@ LAUNCH = '    """One program for each tile of `rows` rows of each head of each b
         ("crash", Change("launch.py", LAUNCH, "    raise RuntimeError('planted')")),
         ("hang", Change("launch.py", LAUNCH, "    while True: pass")),
         ("compile error", Change("forward.py", "    l = tl.zeros([BM], tl.float32)", "    l = nonsense")),
-        ("wrong result", Change("forward.py", "acc / l[:, None]", "acc / l[:, None] * 1.01")),
-        ("survived", Change("forward.py", "acc / l[:, None]", "acc / l[:, None] * 1.0")),
+        ("wrong result", Change("forward.py", "acc[i] / l[:, None]", "acc[i] / l[:, None] * 1.01")),
+        ("survived", Change("forward.py", "acc[i] / l[:, None]", "acc[i] / l[:, None] * 1.0")),
     ],
     ids=lambda value: value.new.strip()[:40] if isinstance(value, Change) else value,
 )

@@ -144,6 +144,8 @@ def test_with_another_tile_instructions_are_not_weighed_but_resources_are() -> N
     (difference,) = resources.differences(one(AMPERE), one(AMPERE, **other, registers=240))
     assert difference.red
     assert difference.what.endswith("registers 237 -> 240, tile 128x64 8w 3s -> 64x64 8w 3s")
+    (difference,) = resources.differences(one(AMPERE), one(AMPERE, width=64, mma=128))
+    assert "not as in the baseline: tile 128x64 8w 3s -> 128x64 8w 3s 64c;" in difference.what
 
 
 def test_a_configuration_that_is_gone_is_red_and_a_new_one_is_told() -> None:

@@ -125,7 +125,7 @@ def test_without_the_shipped_tile_nothing_is_timed(
     "words, said",
     [
         (["--kernel", "forward,delta"], "--kernel: is 'forward,delta'; it may be some of forward, dkdv, dq"),
-        (["--dims", "64,96"], "--dims: is '64,96'; it may be some of 16, 32, 64, 128, 256"),
+        (["--dims", "64,97"], "--dims: is '64,97'; it may be some of 16, 32, 64, 80, 96, 128, 192, 256"),
         (["--dtype", "float32"], "--dtype: is 'float32'; it may be float16 or bfloat16"),
         (["--lengths", "2048,0"], "--lengths: is '2048,0'; it may be numbers from 1 to 16384"),
         (["--lengths", "many"], "--lengths: is 'many'; it may be numbers from 1 to 16384"),

@@ -21,12 +21,21 @@ import torch
 
 from kernels import launch
 from kernels.architecture import SHARED_MEMORY, Architecture
-from kernels.tiles import Tile, shared_memory
+from kernels.tiles import WHOLE, Tile, shared_memory
 from reports.tiles import FAILED, MEASURED, UNMEASURED, WRONG, Program
 from tests.offline import KERNELS, TILED
 from tests.speed.occupancy import KIB
 from tests.speed.sweep import timing
-from tests.speed.sweep.grid import NO_MEMORY, NO_REGISTERS, accumulators, grid, shipped_tile, why_pruned
+from tests.speed.sweep.grid import (
+    NO_MEMORY,
+    NO_REGISTERS,
+    accumulators,
+    columns,
+    grid,
+    shipped_tile,
+    why_pruned,
+    widths,
+)
 from tests.speed.sweep.launches import Compilation, Tensors, compile_tile, launches
 from tests.speed.sweep.outcomes import TIME_OVER
 from tests.speed.sweep.processes import ContextLostError, Failure, answers
@@ -40,18 +49,30 @@ AMPERE, HOPPER = (Architecture(f"sm{cc}", cc, SHARED_MEMORY[cc]) for cc in (80, 
 
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER], ids=lambda arch: arch.name)
 @pytest.mark.parametrize("kernel", TILED)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 def test_the_grid_has_no_tile_twice_and_keeps_many_and_those_that_are_shipped(
     arch: Architecture, kernel: str, dim: int
 ) -> None:
-    tiles = grid(kernel, dim)
+    tiles = grid(arch, kernel, dim)
     assert len(set(tiles)) == len(tiles)
     assert {tile.BM for tile in tiles} == {32, 64, 128}
     kept = [tile for tile in tiles if not why_pruned(arch, kernel, tile, dim)]
     assert len(kept) >= 15
     assert all(shared_memory(arch, kernel, tile, dim, 2) <= arch.shared_memory for tile in kept)
-    assert shipped_tile(arch, kernel, dim) in kept
-    assert set(grid(kernel, dim, quick=True)) <= set(tiles)
+    shipped = shipped_tile(arch, kernel, dim)
+    assert replace(shipped, width=tiles[-1].width) in kept
+    assert set(grid(arch, kernel, dim, quick=True)) <= set(tiles)
+
+
+def test_slices_are_as_wide_as_gives_another_kernel() -> None:
+    assert [widths(HOPPER, dim) for dim in (32, 64, 80, 128, 192, 256)] == [
+        (WHOLE,), (WHOLE,), (64, WHOLE), (64, WHOLE), (64, 128, WHOLE), (64, 128, WHOLE)
+    ]  # fmt: skip
+    assert [widths(AMPERE, dim) for dim in (64, 128, 192, 256)] == [
+        (WHOLE,), (64, WHOLE), (64, 128), (64, 128)
+    ]  # fmt: skip
+    assert [columns(Tile(64, 64, 4, 2, width), 80) for width in (16, 32, 64, WHOLE)] == [80, 80, 80, 128]
+    assert [columns(Tile(64, 64, 4, 2, width), 192) for width in (64, 128, WHOLE)] == [192, 192, 256]
 
 
 def test_why_a_tile_is_pruned() -> None:
@@ -61,6 +82,9 @@ def test_why_a_tile_is_pruned() -> None:
     assert accumulators("dkdv", Tile(64, 128, 4, 2), 128) == 2 * (128 * 128 + 64 * 128) / 128
     assert why_pruned(HOPPER, "dkdv", Tile(64, 128, 4, 1), 128) == NO_REGISTERS
     assert why_pruned(HOPPER, "dq", Tile(128, 128, 8, 3), 256) == NO_MEMORY
+    # what is padded takes registers too: 80 columns are 128 in one slice
+    assert why_pruned(HOPPER, "dkdv", Tile(32, 128, 4, 1), 80) == NO_REGISTERS
+    assert why_pruned(HOPPER, "dkdv", Tile(32, 128, 4, 1, 64), 80) == ""
 
 
 # ---------------------------------------------------------------- one launch
@@ -69,12 +93,13 @@ def test_why_a_tile_is_pruned() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", TILED)
 def test_a_forced_tile_reaches_the_launch(kernel: str, causal: bool) -> None:
-    tile = Tile(32, 16, 8, 1)
+    tile = Tile(32, 16, 8, 1, 32)
     assert tile != shipped_tile(AMPERE, kernel, 64)
     x = Tensors.of(3, 2, 100, 64, torch.float16, "meta")
     made = launches(AMPERE, tile, x, causal)[kernel]
     keywords = made.keywords
     assert (keywords["BM"], keywords["BN"], keywords["num_warps"], keywords["num_stages"]) == (32, 16, 8, 1)
+    assert keywords["WIDTH"] == 32
     assert keywords["maxnreg"] == 255, "as on the architecture that was asked for"
     assert keywords["CAUSAL"] is causal
     rows = tile.BN if kernel == "dkdv" else tile.BM

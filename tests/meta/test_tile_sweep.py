@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kernels.tiles import Tile
+from kernels.tiles import WHOLE, Tile
 from reports import tile_sweep, tiles
 from reports.errors import ReportError
 from reports.plots_of_tiles import plot
@@ -21,7 +21,7 @@ from tests.speed.sweep import outcomes
 
 
 def entry(
-    kernel: str, dim: int, tile: tuple[int, int, int, int], ms: float, *, registers: int = 128,
+    kernel: str, dim: int, tile: tuple[int, ...], ms: float, *, registers: int = 128,
     spilled: int = 0, shipped: bool = False, final: Sequence[float] = (),
 ) -> TileEntry:  # fmt: skip
     """One that was measured, in `ms` with a causal mask and in twice that without."""
@@ -65,9 +65,11 @@ def test_the_table_is_sorted_by_time_and_says_what_is_left_out() -> None:
     lines = markdown(made_up(*FORWARD, *DQ)).splitlines()
     begin = lines.index("#### forward, D = 64")
     rows = lines[begin + 4 : begin + 7]
-    assert rows[0] == ("| 128 | 64 | 4 | 3 | 0.390 | 0.780 | 1.282 | 255 | 40 | 64 | 2 | registers | 12.5% |")
-    assert rows[1].startswith("| 128 | 128 | 8 | 2 | 0.400 | 0.800 | 1.250 | 200 |")
-    assert rows[2].startswith("| **64** | **64** | **4** | **3** | **0.500** | **1.000** | **1.000** |")
+    assert rows[0] == (
+        "| 128 | 64 | 4 | 3 | whole | 0.390 | 0.780 | 1.282 | 255 | 40 | 64 | 2 | registers | 12.5% |"
+    )
+    assert rows[1].startswith("| 128 | 128 | 8 | 2 | whole | 0.400 | 0.800 | 1.250 | 200 |")
+    assert rows[2].startswith("| **64** | **64** | **4** | **3** | **whole** | **0.500** | **1.000** |")
     assert "- 2 pruned: too large" in lines
     assert "- 1 wrong: dq \\| off (32x32 w4 s3)" in lines
     assert "Of 8 tiles 5 measured, 2 pruned, 1 wrong." in "\n".join(lines)
@@ -86,6 +88,19 @@ def test_only_what_is_faster_by_more_than_noise_is_for_the_tile_table() -> None:
     assert "    64: [(128, 128, 8, 2)],  # 1.25 (" in code
     assert "dq" not in code
     assert "No other tile is faster by more than noise" in markdown(made_up(*DQ))
+
+
+def test_the_width_of_slices_is_told_and_is_the_fifth_number_where_it_is_not_whole() -> None:
+    assert tiles.WHOLE == WHOLE
+    sliced = entry("dq", 128, (64, 64, 4, 2, 64), 0.5, final=[0.5 * x for x in reversed(NOISE)])
+    whole = entry("dq", 128, (64, 64, 4, 2), 1.0, shipped=True, final=NOISE)
+    (of,) = claims(made_up(whole, sliced))
+    assert of.line == "128: [(64, 64, 4, 2, 64)],"
+    page = markdown(made_up(whole, sliced))
+    assert "| 64 | 64 | 4 | 2 | 64 | 0.500 |" in page
+    assert "| dq | 128 | 64x64 w4 s2 | 64x64 w4 s2 c64 |" in page
+    old = TileEntry(kernel="dq", dim=128, BM=64, BN=64, warps=4, stages=2, status=PRUNED)
+    assert old.width == WHOLE, "files of before there were slices say none"
 
 
 def test_without_enough_rounds_or_quiet_nothing_is_claimed() -> None:

@@ -17,6 +17,7 @@ from . import (
     online_softmax,
     plumbing,
     ragged,
+    slices,
     strides,
     tails,
 )
@@ -28,6 +29,7 @@ KINDS: Mapping[str, ModuleType] = {
     "dead rows": dead_rows,
     "ragged batches": ragged,
     "strides": strides,
+    "slices and row pointers": slices,
     "32-bit offsets": offsets,
     "online softmax": online_softmax,
     "numerics and accumulators": numerics,

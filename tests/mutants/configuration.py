@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from .mutant import Change, Mutant
+from .gradients import SUM
+from .mutant import FIRST_FUNCTION, Change, Mutant
 
 KIND = "configuration and caching"
 
 SMALL = "b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0"
 FIRST_CALLS = "tests/test_first_calls.py::test_the_first_call_and_any_order_give_the_same_bits"
 REPEATS = "tests/test_flash_attention_gpu.py::test_250_forwards_and_50_backwards_of_a_large_batch_are_one"
+
+ADD_TILE = (
+    "@triton.jit\n"
+    "def add_tile(pointers, tiles, rows, n_rows, stride_dim, DIM: tl.constexpr, WIDTH: tl.constexpr,\n"
+    "             VECTOR: tl.constexpr):\n"
+    "    for i in tl.static_range(n_slices(DIM, WIDTH)):\n"
+    "        where = slice_pointers(pointers, i, stride_dim, DIM, WIDTH, VECTOR)\n"
+    "        columns = i * WIDTH + tl.arange(0, tiles[i].shape[1])\n"
+    "        tl.atomic_add(where, tiles[i].to(where.dtype.element_ty),\n"
+    "                      mask=(rows < n_rows)[:, None] & (columns < DIM)[None, :])\n\n\n"
+)
+"""The device function that adds a tile to memory."""
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -31,11 +44,12 @@ MUTANTS: tuple[Mutant, ...] = (
                 "        kernel[grid](*args, **options)\n\n"
                 "    return run\n\n\nclass _Sizes(NamedTuple):",
             ),
+            SUM,
             Change(
                 "backward.py",
-                "store_tile(dv_pointers, dv,",
-                "dv += operand(load_tile(dv_base, keys, stride_dvn, stride_dvd, Sk, DV, BLOCK_DV, VECTOR,"
-                " True), EMULATE_BF16)\n    store_tile(dv_pointers, dv,",
+                "store_tile(dv_rows, dv,",
+                "there = load_tile(dv_rows, keys, Sk, stride_dvd, DV, WIDTH, VECTOR, True, EMULATE_BF16)\n"
+                "    store_tile(dv_rows, sum_of(dv, there, DV, WIDTH),",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
@@ -46,13 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "delta-grid-of-larger-tiles",
         KIND,
         "The grid of the delta kernel is that of tiles twice as large: the last heads are skipped.",
-        (
-            Change(
-                "launch.py",
-                'DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS,',
-                'DV=dims["DV"], BLOCK_DV=dims["BLOCK_DV"], BM=DELTA_ROWS // 2,',
-            ),
-        ),
+        (Change("launch.py", "BM=DELTA_ROWS,", "BM=DELTA_ROWS // 2,"),),
         witness="b1_h1x1_s17x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
         report="M2",
         tensors=("dq",),
@@ -142,7 +150,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "even-head-dimensions-taken-for-unpadded",
         KIND,
         "Head dimensions that are multiples of 8 are loaded without the mask of the padding.",
-        (Change("numerics.py", "if DIM == BLOCK_DIM:", "if DIM % 8 == 0:", 2),),
+        (Change("numerics.py", "if i * WIDTH + columns <= DIM:", "if DIM % 8 == 0:", 2),),
         witness="b1_h1x1_s5x5_d40x40_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         report="N1",
         tensors=("out",),
@@ -258,17 +266,17 @@ MUTANTS: tuple[Mutant, ...] = (
                 "for g in range(group):",
                 "for g in range(tl.program_id(1), tl.program_id(1) + 1):",
             ),
+            Change("backward.py", "    scores,\n", "    scores,\n    slice_pointers,\n"),
+            Change("backward.py", FIRST_FUNCTION["backward.py"], ADD_TILE + FIRST_FUNCTION["backward.py"]),
             Change(
                 "backward.py",
-                "store_tile(dk_pointers, dk * scale + 0.0, keys, Sk, D, BLOCK_D, EMULATE_BF16)",
-                "tl.atomic_add(dk_pointers, (dk * scale).to(DK.dtype.element_ty),"
-                " mask=(keys < Sk)[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :])",
+                "store_tile(dk_rows, dk, keys, Sk, stride_dkd, D, WIDTH, VECTOR, EMULATE_BF16)",
+                "add_tile(dk_rows, dk, keys, Sk, stride_dkd, D, WIDTH, VECTOR)",
             ),
             Change(
                 "backward.py",
-                "store_tile(dv_pointers, dv, keys, Sk, DV, BLOCK_DV, EMULATE_BF16)",
-                "tl.atomic_add(dv_pointers, dv.to(DV_.dtype.element_ty),"
-                " mask=(keys < Sk)[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :])",
+                "store_tile(dv_rows, dv, keys, Sk, stride_dvd, DV, WIDTH, VECTOR, EMULATE_BF16)",
+                "add_tile(dv_rows, dv, keys, Sk, stride_dvd, DV, WIDTH, VECTOR)",
             ),
         ),
         witness=REPEATS,

@@ -11,11 +11,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "out-of-dead-rows-divided-by-zero",
         KIND,
         "out is acc / l in rows that see no key too: NaN.",
-        (
-            Change(
-                "forward.py", "out = tl.where(live[:, None], acc / l[:, None], 0.0)", "out = acc / l[:, None]"
-            ),
-        ),
+        (Change("forward.py", "tl.where(live[:, None], acc[i] / l[:, None], 0.0)", "acc[i] / l[:, None]"),),
         witness="b1_h1x1_s2x1_d16x16_float16_causal_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         report="B7",
         tensors=("out",),
@@ -73,10 +69,14 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "P = tl.where(visible, P, 0.0)\n        dP = tl.dot(dO,",
-                "P = P * tl.where(visible, 1.0, 0.0)\n        dP = tl.dot(dO,",
+                "P = tl.where(visible, P, 0.0)\n        dP = scores(dO,",
+                "P = P * tl.where(visible, 1.0, 0.0)\n        dP = scores(dO,",
             ),
-            Change("backward.py", "tl.where(live[:, None], dq * scale, 0.0)", "dq * scale"),
+            Change(
+                "backward.py",
+                "dq = where_live(times(dq, scale, D, WIDTH), live, D, WIDTH)",
+                "dq = times(dq, scale, D, WIDTH)",
+            ),
         ),
         witness="b1_h1x1_s2x1_d16x16_float16_causal_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
         report="B4",
@@ -94,7 +94,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "dead-rows-of-dq-not-set-to-zero",
         KIND,
         "dq of a row that sees no key is what 0 times its d_out gives: NaN if d_out is.",
-        (Change("backward.py", "dq = tl.where(live[:, None], dq * scale, 0.0)", "dq = dq * scale"),),
+        (
+            Change(
+                "backward.py",
+                "dq = where_live(times(dq, scale, D, WIDTH), live, D, WIDTH)",
+                "dq = times(dq, scale, D, WIDTH)",
+            ),
+        ),
         witness="tests/test_flash_attention.py::test_nothing_of_a_dead_row_reaches_a_result",
         tensors=("dq",),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Change, Mutant
+from .mutant import Change, Mutant, each_slice
 
 KIND = "backward algebra"
 
@@ -11,12 +11,26 @@ DK = "b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed
 DV = "b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0"
 D_LSE = "b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=qk_dlse_seed0"
 
+FIRST_COLUMNS = each_slice(
+    "backward.py",
+    "first_columns",
+    "tl.where((i * WIDTH + tl.arange(0, tiles[i].shape[1]) < COLUMNS)[None, :], tiles[i], 0.0)",
+    "COLUMNS: tl.constexpr",
+)
+"""The device function that keeps as many columns and sets the others to 0."""
+
+SUM = each_slice("backward.py", "sum_of", "tiles[i] + others[i]", "others")
+"""The device function that adds two tiles."""
+
+LAST_ROWS = "start + (end - 1 - start) // BM * BM + tl.arange(0, BM)"
+"""Of the last tile of dK/dV's loop."""
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "dk-without-scale",
         KIND,
         "dk is not multiplied by the scale.",
-        (Change("backward.py", "dk * scale", "dk"),),
+        (Change("backward.py", "times(dk, scale, D, WIDTH)", "dk"),),
         witness=DK,
         report="H10",
         tensors=("dk",),
@@ -25,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "dq-without-scale",
         KIND,
         "dq is not multiplied by the scale.",
-        (Change("backward.py", "dq * scale", "dq"),),
+        (Change("backward.py", "times(dq, scale, D, WIDTH)", "dq"),),
         witness=DQ,
         tensors=("dq",),
     ),
@@ -33,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "dq-with-the-scale-of-exp2",
         KIND,
         "dq is multiplied by the scale times log2 e, which is meant for the exponents.",
-        (Change("backward.py", "dq * scale", "dq * exponent_scale"),),
+        (Change("backward.py", "times(dq, scale, D", "times(dq, exponent_scale, D"),),
         witness=DQ,
         tensors=("dq",),
     ),
@@ -41,7 +55,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "dv-with-scale",
         KIND,
         "dv is multiplied by the scale, as dk is.",
-        (Change("backward.py", "store_tile(dv_pointers, dv,", "store_tile(dv_pointers, dv * scale,"),),
+        (
+            Change(
+                "backward.py", "store_tile(dv_rows, dv,", "store_tile(dv_rows, times(dv, scale, DV, WIDTH),"
+            ),
+        ),
         witness=DV,
         tensors=("dv",),
     ),
@@ -105,7 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "        if MASKED:\n            visible = is_visible(rows[None, :]",
                 "        unmasked = P\n        if MASKED:\n            visible = is_visible(rows[None, :]",
             ),
-            Change("backward.py", "dv = tl.dot(rounded(P, dO", "dv = tl.dot(rounded(unmasked, dO"),
+            Change("backward.py", "add_product(dv, rounded(P,", "add_product(dv, rounded(unmasked,"),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_causal_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
         report="H8",
@@ -118,14 +136,15 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "        dv = tl.dot(rounded(P, dO.dtype, EMULATE_BF16), dO, dv,"
-                " input_precision=PRECISION)\n",
+                "        dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH,"
+                " PRECISION)\n",
                 "",
             ),
             Change(
                 "backward.py",
-                "        dk = tl.dot(dS, q, dk,",
-                "        dv = tl.dot(dS, dO, dv, input_precision=PRECISION)\n        dk = tl.dot(dS, q, dk,",
+                "        dk = add_product(dk, dS,",
+                "        dv = add_product(dv, dS, dO, DV, WIDTH, PRECISION)\n"
+                "        dk = add_product(dk, dS,",
             ),
         ),
         witness=DV,
@@ -144,10 +163,24 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "For dk and dv, dO is loaded as far as D, and not as far as Dv.",
         (
+            Change("backward.py", "    n_slices,\n", "    n_slices,\n    operand,\n    slice_pointers,\n"),
+            each_slice(
+                "backward.py",
+                "as_far_as",
+                "operand(tl.load(slice_pointers(pointers, i, stride_dim, DIM, WIDTH, VECTOR),"
+                " mask=(rows < n_rows)[:, None]"
+                " & (i * WIDTH + tl.arange(0, tiles[i].shape[1]) < COLUMNS)[None, :], other=0.0),"
+                " EMULATE_BF16)",
+                "COLUMNS: tl.constexpr",
+                *("pointers", "rows", "n_rows", "stride_dim"),
+                *("VECTOR: tl.constexpr", "EMULATE_BF16: tl.constexpr"),
+            ),
             Change(
                 "backward.py",
-                "        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, DV,",
-                "        dO = load_tile(do_base, rows, stride_dom, stride_dod, Sq, D,",
+                "        delta = load_row(delta_base, rows, Sq, 0.0)\n",
+                "        dO = as_far_as(dO, D, do_rows, rows, Sq, stride_dod, VECTOR, EMULATE_BF16, DV,"
+                " WIDTH)\n"
+                "        delta = load_row(delta_base, rows, Sq, 0.0)\n",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x32_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
@@ -159,11 +192,12 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "dk is added to memory that nobody has cleared.",
         (
+            SUM,
             Change(
                 "backward.py",
-                "dk * scale + 0.0",
-                "dk * scale + operand(load_tile(dk_base, keys, stride_dkn, stride_dkd, Sk, D, BLOCK_D,"
-                " VECTOR, True), EMULATE_BF16)",
+                "dk = plus_zero(times(dk, scale, D, WIDTH), D, WIDTH)",
+                "there = load_tile(dk_rows, keys, Sk, stride_dkd, D, WIDTH, VECTOR, True, EMULATE_BF16)\n"
+                "    dk = sum_of(times(dk, scale, D, WIDTH), there, D, WIDTH)",
             ),
         ),
         witness=DK,
@@ -177,8 +211,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "store_tile(dq_pointers, dq, rows, Sq,",
-                "store_tile(dq_pointers, dq, rows, q_rows,",
+                "store_tile(dq_rows, dq, rows, Sq,",
+                "store_tile(dq_rows, dq, rows, q_rows,",
             ),
         ),
         witness="b1_h1x1_s5x0_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -190,10 +224,11 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "delta is summed over the first 16 columns, however many there are.",
         (
+            FIRST_COLUMNS,
             Change(
                 "backward.py",
-                "out = load_tile(o_base, rows, stride_om, stride_od, Sq, DV, BLOCK_DV, VECTOR, True)",
-                "out = load_tile(o_base, rows, stride_om, stride_od, Sq, 16, BLOCK_DV, VECTOR, True)",
+                "    delta = tl.zeros([BM], tl.float32)\n",
+                "    out = first_columns(out, 16, DV, WIDTH)\n    delta = tl.zeros([BM], tl.float32)\n",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x32_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -205,12 +240,14 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "dk and dv of full tiles add the query rows from the last to the first.",
         (
+            Change("backward.py", "first = start + tl.arange(0, BM)", f"first = {LAST_ROWS}"),
             Change(
                 "backward.py",
                 "        rows = i + tl.arange(0, BM)\n        q = load_tile",
-                "        rows = start + (end - 1 - start) // BM * BM - (i - start) + tl.arange(0, BM)\n"
-                "        q = load_tile",
+                f"        rows = {LAST_ROWS} - (i - start)\n        q = load_tile",
             ),
+            Change("backward.py", "q_rows += row_step(", "q_rows -= row_step("),
+            Change("backward.py", "do_rows += row_step(", "do_rows -= row_step("),
         ),
         equivalent="the same tiles in another order, which is the implementation's own affair",
     ),

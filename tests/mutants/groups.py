@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .mutant import Change, Mutant
+from .numerics import in_bfloat16
 
 KIND = "groups of heads"
 
@@ -17,7 +18,8 @@ MUTANTS: tuple[Mutant, ...] = (
             Change(
                 "backward.py",
                 "        h = h_kv * group + g\n",
-                "        h = h_kv * group + g\n        dk = dk * 0\n        dv = dv * 0\n",
+                "        h = h_kv * group + g\n        dk = zeros(BN, D, WIDTH)\n"
+                "        dv = zeros(BN, DV, WIDTH)\n",
             ),
         ),
         witness="b1_h2x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
@@ -65,9 +67,10 @@ MUTANTS: tuple[Mutant, ...] = (
             Change(
                 "backward.py",
                 "        h = h_kv * group + g\n",
-                "        h = h_kv * group + g\n        dk = rounded(dk, tl.bfloat16, True)\n"
-                "        dv = rounded(dv, tl.bfloat16, True)\n",
+                "        h = h_kv * group + g\n        dk = in_bfloat16(dk, D, WIDTH)\n"
+                "        dv = in_bfloat16(dv, DV, WIDTH)\n",
             ),
+            in_bfloat16("backward.py"),
         ),
         witness="b1_h8x1_s17x17_d16x16_bfloat16_full_scale=auto_mean_bhsd_grad=kv_nodlse_seed0",
         report="H4",

@@ -46,6 +46,30 @@ class Change:
         return text.replace(self.old, self.new)
 
 
+FIRST_FUNCTION = {
+    "forward.py": "@triton.jit\ndef attend(",
+    "backward.py": "@triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)\ndef attention_delta(",
+}
+"""Where a device function can be added to a file."""
+
+
+def each_slice(file: str, name: str, makes: str, *parameters: str) -> Change:
+    """Adds a device function `name(tiles, *parameters, DIM, WIDTH)` that makes each slice i of a tile anew.
+
+    Args:
+        makes: the new slice, an expression.
+    """
+    words = ", ".join(("tiles", *parameters, "DIM: tl.constexpr", "WIDTH: tl.constexpr"))
+    function = (
+        f"@triton.jit\ndef {name}({words}):\n"
+        "    made = ()\n"
+        "    for i in tl.static_range(n_slices(DIM, WIDTH)):\n"
+        f"        made = made + ({makes},)\n"
+        "    return made\n\n\n"
+    )
+    return Change(file, FIRST_FUNCTION[file], function + FIRST_FUNCTION[file])
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A planted fault.

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from .mutant import Change, Mutant
+from .mutant import Change, Mutant, each_slice
 
 KIND = "numerics and accumulators"
+
+
+def scaled_in_its_dtype(file: str) -> Change:
+    """The device function that multiplies a tile by x and rounds it as it was."""
+    makes = "rounded(tiles[i].to(tl.float32) * x, tiles[i].dtype, EMULATE_BF16)"
+    return each_slice(file, "scaled", makes, "x", "EMULATE_BF16: tl.constexpr")
+
+
+def in_float16(file: str) -> Change:
+    """The device function that rounds an accumulator to float16."""
+    return each_slice(file, "in_float16", "tiles[i].to(tl.float16).to(tl.float32)")
+
+
+def in_bfloat16(file: str) -> Change:
+    """The device function that rounds an accumulator to bfloat16."""
+    return each_slice(file, "in_bfloat16", "rounded(tiles[i], tl.bfloat16, True)")
+
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -42,11 +59,9 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "For dk and dv, K is multiplied by the scale in its own dtype: P no longer fits the stored lse.",
         (
+            scaled_in_its_dtype("backward.py"),
             Change(
-                "backward.py",
-                "tl.dot(k, tl.trans(q), input_precision=PRECISION)",
-                "tl.dot(rounded(k.to(tl.float32) * exponent_scale, k.dtype, EMULATE_BF16), tl.trans(q),"
-                " input_precision=PRECISION)",
+                "backward.py", "scores(k, q,", "scores(scaled(k, exponent_scale, EMULATE_BF16, D, WIDTH), q,"
             ),
             Change("backward.py", "S * exponent_scale - lse[None, :]", "S - lse[None, :]"),
         ),
@@ -59,11 +74,9 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "For dq, Q is multiplied by the scale in its own dtype: P no longer fits the stored lse.",
         (
+            scaled_in_its_dtype("backward.py"),
             Change(
-                "backward.py",
-                "tl.dot(q, tl.trans(k), input_precision=PRECISION)",
-                "tl.dot(rounded(q.to(tl.float32) * exponent_scale, q.dtype, EMULATE_BF16), tl.trans(k),"
-                " input_precision=PRECISION)",
+                "backward.py", "scores(q, k,", "scores(scaled(q, exponent_scale, EMULATE_BF16, D, WIDTH), k,"
             ),
             Change("backward.py", "S * exponent_scale - lse[:, None]", "S - lse[:, None]"),
         ),
@@ -76,12 +89,13 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "Q is multiplied by the scale in its own dtype before the scores are formed.",
         (
+            scaled_in_its_dtype("forward.py"),
             Change(
                 "forward.py",
-                "q = tl.where(scale < 0, -q, q)",
-                "q = rounded(q.to(tl.float32) * (scale * LOG2_E), q.dtype, EMULATE_BF16)",
+                "q = times(q, sign, D, WIDTH)",
+                "q = scaled(q, scale * LOG2_E, EMULATE_BF16, D, WIDTH)",
             ),
-            Change("forward.py", "exponent_scale = tl.abs(scale) * LOG2_E", "exponent_scale = 1.0"),
+            Change("forward.py", "tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)", "1.0"),
             Change("forward.py", "m * tl.abs(scale) + tl.log(l)", "m / LOG2_E + tl.log(l)"),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -94,8 +108,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "P = rounded(P, v.dtype, EMULATE_BF16)",
-                "P = rounded(P, tl.bfloat16, True).to(v.dtype)",
+                "P = rounded(P, v[0].dtype, EMULATE_BF16)",
+                "P = rounded(P, tl.bfloat16, True).to(v[0].dtype)",
             ),
         ),
         witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -108,8 +122,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "P = rounded(P, v.dtype, EMULATE_BF16)",
-                "P = rounded(tl.where(P < 6.1035e-5, 0.0, P), v.dtype, EMULATE_BF16)",
+                "P = rounded(P, v[0].dtype, EMULATE_BF16)",
+                "P = rounded(tl.where(P < 6.1035e-5, 0.0, P), v[0].dtype, EMULATE_BF16)",
             ),
         ),
         witness="b1_h1x1_s33x33_d16x16_float32_full_scale=auto_large_bhsd_grad=none_nodlse_seed0",
@@ -136,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "l = l * alpha + tl.sum(P, 1)\n        P = rounded(P, v.dtype, EMULATE_BF16)\n",
-                "P = rounded(P, v.dtype, EMULATE_BF16)\n"
+                "l = l * alpha + tl.sum(P, 1)\n        P = rounded(P, v[0].dtype, EMULATE_BF16)\n",
+                "P = rounded(P, v[0].dtype, EMULATE_BF16)\n"
                 "        l = l * alpha + tl.sum(P.to(tl.float32), 1)\n",
             ),
         ),
@@ -163,10 +177,11 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "The accumulator of out is kept in float16 from tile to tile.",
         (
+            in_float16("forward.py"),
             Change(
                 "forward.py",
-                "acc * alpha[:, None], input_precision=PRECISION)",
-                "acc * alpha[:, None], input_precision=PRECISION).to(tl.float16).to(tl.float32)",
+                "        m = m_new\n",
+                "        acc = in_float16(acc, DV, WIDTH)\n        m = m_new\n",
             ),
         ),
         witness="b1_h1x1_s17x131_d64x64_float16_full_scale=auto_mean_bhsd_grad=none_nodlse_seed0",
@@ -179,9 +194,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dq = tl.dot(dS, k, dq, input_precision=PRECISION)",
-                "dq = rounded(tl.dot(dS, k, dq, input_precision=PRECISION), tl.bfloat16, True)",
+                "dq = add_product(dq, dS, k, D, WIDTH, PRECISION)",
+                "dq = in_bfloat16(add_product(dq, dS, k, D, WIDTH, PRECISION), D, WIDTH)",
             ),
+            in_bfloat16("backward.py"),
         ),
         witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
         tensors=("dq",),
@@ -193,9 +209,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dk = tl.dot(dS, q, dk, input_precision=PRECISION)",
-                "dk = tl.dot(dS, q, dk, input_precision=PRECISION).to(tl.float16).to(tl.float32)",
+                "dk = add_product(dk, dS, q, D, WIDTH, PRECISION)",
+                "dk = in_float16(add_product(dk, dS, q, D, WIDTH, PRECISION), D, WIDTH)",
             ),
+            in_float16("backward.py"),
         ),
         witness="b1_h4x1_s67x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed0",
         tensors=("dk",),
@@ -205,11 +222,8 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "The accumulator of dv is kept in bfloat16 from tile to tile.",
         (
-            Change(
-                "backward.py",
-                "dO, dv, input_precision=PRECISION)",
-                "dO, rounded(dv, tl.bfloat16, True), input_precision=PRECISION)",
-            ),
+            in_bfloat16("backward.py"),
+            Change("backward.py", "dv = add_product(dv, ", "dv = add_product(in_bfloat16(dv, DV, WIDTH), "),
         ),
         witness="b1_h2x1_s67x17_d16x16_bfloat16_full_scale=auto_mean_bhsd_grad=v_nodlse_seed0",
         report="H4",
@@ -236,9 +250,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dk = tl.dot(dS, q, dk,",
-                "dk = tl.dot(((P * (dP - delta[None, :])).to(tl.uint32, bitcast=True) & 0xFFFF0000)"
-                ".to(tl.float32, bitcast=True).to(q.dtype), q, dk,",
+                "dk = add_product(dk, dS,",
+                "dk = add_product(dk, ((P * (dP - delta[None, :])).to(tl.uint32, bitcast=True) & 0xFFFF0000)"
+                ".to(tl.float32, bitcast=True).to(q[0].dtype),",
             ),
         ),
         witness="b1_h1x1_s65x40_d32x32_bfloat16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed0",
@@ -251,8 +265,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)",
-                "dS = rounded(P * (dP - delta[:, None]), tl.bfloat16, True).to(k.dtype)",
+                "dS = rounded(P * (dP - delta[:, None]), k[0].dtype, EMULATE_BF16)",
+                "dS = rounded(P * (dP - delta[:, None]), tl.bfloat16, True).to(k[0].dtype)",
             ),
         ),
         witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -293,8 +307,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "out = operand(out, EMULATE_BF16).to(tl.float32)",
-                "out = rounded(operand(out, EMULATE_BF16).to(tl.float32), tl.bfloat16, True)",
+                "out[i].to(tl.float32) *",
+                "rounded(out[i].to(tl.float32), tl.bfloat16, True) *",
             ),
         ),
         witness="b1_h1x1_s17x17_d64x64_float16_full_scale=auto_mean_bhsd_grad=q_nodlse_seed0",
@@ -308,8 +322,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "delta = tl.sum(out * dO, 1)",
-                "delta = tl.sum((out * dO).to(tl.float16).to(tl.float32), 1)",
+                "out[i].to(tl.float32) * dO[i].to(tl.float32)",
+                "(out[i].to(tl.float32) * dO[i].to(tl.float32)).to(tl.float16).to(tl.float32)",
             ),
         ),
         witness="b1_h1x1_s17x17_d64x64_float32_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -319,7 +333,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "exp2-without-log2-e",
         KIND,
         "The forward takes exp2 of an exponent that is meant for exp.",
-        (Change("forward.py", "exponent_scale = tl.abs(scale) * LOG2_E", "exponent_scale = tl.abs(scale)"),),
+        (Change("forward.py", "tl.abs(scale) * LOG2_E", "tl.abs(scale)"),),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         report="J5",
         tensors=("out", "lse"),
@@ -346,7 +360,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "one-product-with-the-default-precision",
         KIND,
         "The last product of dq does not say its precision, which is TF32 by default.",
-        (Change("backward.py", "tl.dot(dS, k, dq, input_precision=PRECISION)", "tl.dot(dS, k, dq)"),),
+        (
+            Change(
+                "backward.py",
+                "add_product(dq, dS, k, D, WIDTH, PRECISION)",
+                "add_product(dq, dS, k, D, WIDTH, None)",
+            ),
+        ),
         witness="b1_h2x2_s128x128_d32x32_float32_causal_scale=auto_normal_bhsd_grad=qkv_dlse_seed0",
         report="F4",
         lane="gpu",
@@ -359,10 +379,11 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dS = rounded(P * (dP - delta[:, None]), k.dtype, EMULATE_BF16)\n"
-                "        dq = tl.dot(dS, k, dq,",
-                "dS = P * (dP - delta[:, None])\n        dq = tl.dot(dS, k.to(tl.float32), dq,",
+                "dS = rounded(P * (dP - delta[:, None]), k[0].dtype, EMULATE_BF16)\n"
+                "        dq = add_product(dq, dS, k,",
+                "dS = P * (dP - delta[:, None])\n        dq = add_product(dq, dS, in_float32(k, D, WIDTH),",
             ),
+            each_slice("backward.py", "in_float32", "tiles[i].to(tl.float32)"),
         ),
         witness="b1_h1x1_s33x33_d16x16_bfloat16_full_scale=auto_normal_bhsd_grad=qkv_nodlse_seed0",
         tensors=("dq",),

@@ -12,12 +12,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "row-times-stride-in-32-bits",
         KIND,
-        "The offset of a row is an int32 where accesses are of 16 bytes.",
+        "The offset of a row is an int32.",
         (
+            Change("numerics.py", "rows.to(tl.int64) * row_step(", "rows * row_step("),
             Change(
                 "numerics.py",
-                "rows.to(tl.int64) * (stride_row // VECTOR * VECTOR)",
-                "rows * (stride_row // VECTOR * VECTOR)",
+                "(stride_row // VECTOR * VECTOR).to(tl.int64)",
+                "stride_row // VECTOR * VECTOR",
             ),
         ),
         witness=f"{BEYOND}[sequence-k]",
@@ -57,7 +58,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "column-times-stride-in-32-bits",
         KIND,
         "The offset in a last dimension with gaps is an int32.",
-        (Change("numerics.py", "columns = dims.to(tl.int64) * stride_dim", "columns = dims * stride_dim"),),
+        (Change("numerics.py", "(dims.to(tl.int64) * stride_dim)", "(dims * stride_dim)"),),
         witness=f"{BEYOND}[head dimension-v]",
         lane="gpu",
     ),

@@ -14,7 +14,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "accumulator-not-rescaled",
         KIND,
         "What earlier tiles gave to out keeps the weight of the old maximum.",
-        (Change("forward.py", "acc * alpha[:, None]", "acc"),),
+        (Change("forward.py", "times(acc, alpha[:, None], DV, WIDTH)", "acc"),),
         witness=TWO_TILES,
         tensors=("out",),
     ),
@@ -25,8 +25,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "tl.dot(P, v, acc * alpha[:, None], input_precision=PRECISION)",
-                "tl.dot(P, v, acc, input_precision=PRECISION) * alpha[:, None]",
+                "add_product(times(acc, alpha[:, None], DV, WIDTH), P, v, DV, WIDTH, PRECISION)",
+                "times(add_product(acc, P, v, DV, WIDTH, PRECISION), alpha[:, None], DV, WIDTH)",
             ),
         ),
         witness=TWO_TILES,
@@ -73,16 +73,22 @@ MUTANTS: tuple[Mutant, ...] = (
         tensors=("out", "lse"),
     ),
     Mutant(
-        "factor-of-the-first-tile-not-guarded",
+        "factor-of-the-exponents-0-with-the-scale",
         KIND,
-        "Minus infinity times a scale of 0 is NaN in the factor of the first tile.",
+        "Where the scale is 0 so is the factor of the exponents: minus infinity times it is NaN.",
         (
             Change(
-                "forward.py",
-                'tl.where(m == float("-inf"), 0.0, tl.exp2((m - m_finite) * exponent_scale))',
-                "tl.exp2((m - m_finite) * exponent_scale)",
+                "forward.py", "tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)", "tl.abs(scale) * LOG2_E"
             ),
         ),
+        witness=SCALE_0,
+        tensors=("out", "lse"),
+    ),
+    Mutant(
+        "sign-of-a-scale-of-0",
+        KIND,
+        "A scale of 0 is taken for a positive one: the scores stay, and the factor of the exponents is 1.",
+        (Change("forward.py", "tl.where(scale == 0, 0.0, 1.0)", "1.0"),),
         witness=SCALE_0,
         tensors=("out", "lse"),
     ),
@@ -113,10 +119,8 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "The largest score is subtracted where a negative scale makes the smallest the largest.",
         (
-            Change("forward.py", "q = tl.where(scale < 0, -q, q)", "q = q"),
-            Change(
-                "forward.py", "exponent_scale = tl.abs(scale) * LOG2_E", "exponent_scale = scale * LOG2_E"
-            ),
+            Change("forward.py", "tl.where(scale < 0, -1.0,", "tl.where(scale < 0, 1.0,"),
+            Change("forward.py", "1.0, tl.abs(scale) * LOG2_E)", "1.0, scale * LOG2_E)"),
             Change("forward.py", "m * tl.abs(scale) + tl.log(l)", "m * scale + tl.log(l)"),
         ),
         witness="b1_h1x1_s5x17_d16x16_float16_full_scale=-3.0_normal_bhsd_grad=none_nodlse_seed0",
@@ -129,7 +133,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "Where nothing has been seen yet, the factor of earlier tiles is 1, not 0.",
         (
             Change(
-                "forward.py", 'tl.where(m == float("-inf"), 0.0, tl', 'tl.where(m == float("-inf"), 1.0, tl'
+                "forward.py",
+                "alpha = tl.exp2((m - m_finite) * exponent_scale)",
+                'alpha = tl.where(m == float("-inf"), 1.0, tl.exp2((m - m_finite) * exponent_scale))',
             ),
         ),
         equivalent="l and acc are 0 there: it does not matter what they are multiplied by",

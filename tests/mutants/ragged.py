@@ -75,8 +75,12 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "dK/dV stores nothing for a sequence that has no query.",
         (
-            Change("backward.py", "dk * scale + 0.0, keys, Sk, D,", "dk * scale + 0.0, keys, k_rows, D,"),
-            Change("backward.py", "dv, keys, Sk, DV,", "dv, keys, k_rows, DV,"),
+            Change(
+                "backward.py", "store_tile(dk_rows, dk, keys, Sk,", "store_tile(dk_rows, dk, keys, k_rows,"
+            ),
+            Change(
+                "backward.py", "store_tile(dv_rows, dv, keys, Sk,", "store_tile(dv_rows, dv, keys, k_rows,"
+            ),
         ),
         witness="b2_h1x1_r0x1+1x1_past0x0_d16x16_float16_full_scale=auto_normal_bshd_grad=kv_nodlse_seed0",
         report="C1",
@@ -86,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows-of-a-sequence-without-keys-not-written",
         KIND,
         "The forward stores no out for a sequence that has no key.",
-        (Change("forward.py", "out, rows, Sq, DV,", "out, rows, q_rows, DV,"),),
+        (Change("forward.py", "out, rows, Sq, stride_od,", "out, rows, q_rows, stride_od,"),),
         witness="b2_h1x1_r1x0+1x1_past0x0_d16x16_float16_full_scale=auto_normal_bshd_grad=none_nodlse_seed0",
         report="C2",
         tensors=("out",),

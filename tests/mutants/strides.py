@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "last-dimension-without-gaps",
         KIND,
         "The stride of the last dimension is taken to be 1.",
-        (Change("numerics.py", "columns = dims.to(tl.int64) * stride_dim", "columns = dims.to(tl.int64)"),),
+        (Change("numerics.py", "(dims.to(tl.int64) * stride_dim)", "dims.to(tl.int64)"),),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_strided_grad=none_nodlse_seed0",
         report="D2",
         tensors=("out",),

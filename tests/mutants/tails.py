@@ -20,7 +20,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "only-causal-scores-are-masked",
         KIND,
         "The forward masks its last keys only if the call is causal.",
-        (Change("forward.py", "if MASKED:", "if MASKED and CAUSAL:", 2),),
+        (Change("forward.py", "if MASKED:", "if MASKED and CAUSAL:"),),
         witness="b1_h1x1_s1x17_d16x16_float16_full_scale=auto_negative_bhsd_grad=none_nodlse_seed0",
         tensors=("out", "lse"),
     ),
@@ -45,8 +45,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, MASKED)",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, False)",
+                "k = load_tile(k_rows, keys, Sk, stride_kd, D, WIDTH, VECTOR, MASKED, EMULATE_BF16)",
+                "k = load_tile(k_rows, keys, Sk, stride_kd, D, WIDTH, VECTOR, False, EMULATE_BF16)",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -60,8 +60,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, MASKED)",
-                "v = load_tile(v_base, keys, stride_vn, stride_vd, Sk, DV, BLOCK_DV, VECTOR, False)",
+                "v = load_tile(v_rows, keys, Sk, stride_vd, DV, WIDTH, VECTOR, MASKED, EMULATE_BF16)",
+                "v = load_tile(v_rows, keys, Sk, stride_vd, DV, WIDTH, VECTOR, False, EMULATE_BF16)",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -75,8 +75,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, MASKED)",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, Sk, D, BLOCK_D, VECTOR, False)",
+                "k = load_tile(k_rows, keys, Sk, stride_kd, D, WIDTH, VECTOR, MASKED, EMULATE_BF16)",
+                "k = load_tile(k_rows, keys, Sk, stride_kd, D, WIDTH, VECTOR, False, EMULATE_BF16)",
             ),
         ),
         witness="memcheck",
@@ -90,8 +90,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, k_rows, D, BLOCK_D, VECTOR, True)",
-                "k = load_tile(k_base, keys, stride_kn, stride_kd, k_rows, D, BLOCK_D, VECTOR, False)",
+                "keys, k_rows, stride_kd, D, WIDTH, VECTOR,\n                  True,",
+                "keys, k_rows, stride_kd, D, WIDTH, VECTOR,\n                  False,",
             ),
         ),
         witness="memcheck",
@@ -105,8 +105,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "stride_qm, stride_qd, q_rows, D, BLOCK_D, VECTOR, True)",
-                "stride_qm, stride_qd, q_rows, D, BLOCK_D, VECTOR, False)",
+                "rows, q_rows, stride_qd, D, WIDTH, VECTOR,\n                  True,",
+                "rows, q_rows, stride_qd, D, WIDTH, VECTOR,\n                  False,",
             ),
         ),
         witness="memcheck",
@@ -119,8 +119,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "numerics.py",
-                "mask = (rows < n_rows)[:, None] & (tl",
-                "mask = (rows < n_rows + 1)[:, None] & (tl",
+                "tl.store(where, x, mask=(rows < n_rows)[:, None]",
+                "tl.store(where, x, mask=(rows < n_rows + 1)[:, None]",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -134,8 +134,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "store_tile(dv_pointers, dv, keys, Sk, DV,",
-                "store_tile(dv_pointers, dv, keys, start_n + BN, DV,",
+                "store_tile(dv_rows, dv, keys, Sk, stride_dvd,",
+                "store_tile(dv_rows, dv, keys, start_n + BN, stride_dvd,",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
@@ -174,8 +174,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, True)\n        dO",
-                "stride_dom, stride_dod, Sq, DV, BLOCK_DV, VECTOR, False)\n        dO",
+                "dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, True, EMULATE_BF16)",
+                "dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, False, EMULATE_BF16)",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
@@ -185,11 +185,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding-of-the-head-dimension-not-zeroed",
         KIND,
         "In whole tiles the columns past the head dimension hold what lies behind each row.",
-        (
-            Change(
-                "numerics.py", "return tl.load(pointers, mask=inside, other=0.0)", "return tl.load(pointers)"
-            ),
-        ),
+        (Change("numerics.py", "return tl.load(where, mask=inside, other=0.0)", "return tl.load(where)"),),
         witness="b1_h1x1_s1x16_d17x17_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         report="A7",
         tensors=("out", "lse"),
@@ -215,8 +211,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "store_tile(dq_pointers, dq, rows, Sq, D, BLOCK_D,",
-                "store_tile(dq_pointers, dq, rows, Sq, BLOCK_D, BLOCK_D,",
+                "store_tile(dq_rows, dq, rows, Sq, stride_dqd, D, WIDTH,",
+                "store_tile(dq_rows, dq, rows, Sq, stride_dqd, (D + 15) // 16 * 16, WIDTH,",
             ),
         ),
         witness="b1_h1x1_s1x1_d17x17_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
@@ -227,7 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "only-the-first-64-columns",
         KIND,
         "The width of the tiles of q and k is at most 64.",
-        (Change("launch.py", '"BLOCK_D": padded_head_dim(D),', '"BLOCK_D": min(padded_head_dim(D), 64),'),),
+        (Change("launch.py", '"D": q.shape[-1],', '"D": min(q.shape[-1], 64),'),),
         witness="b1_h1x1_s1x2_d65x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         report="A11",
         tensors=("out", "lse"),

@@ -27,6 +27,7 @@ from .run import Options, Sweep
 TIMED, NOTHING_TIMED, WRONG_USE, NOT_HERE = range(4)
 
 DTYPES = ("float16", "bfloat16")
+DIMS = tuple(sorted((*PADDED_DIMS, 80, 96, 192)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kernel", type=_names(TILED), default=TILED, metavar="NAMES",
         help=f"of {', '.join(TILED)} (default: all)")  # fmt: skip
     add("--dims", type=_dims, default=(64, 128, 256), metavar="DIMS",
-        help=f"head dimensions, of {', '.join(map(str, PADDED_DIMS))} (default: 64,128,256)")  # fmt: skip
+        help=f"head dimensions, of {', '.join(map(str, DIMS))} (default: 64,128,256)")  # fmt: skip
     add("--dtype", type=_dtype, default="float16", metavar="DTYPE",
         help=f"{' or '.join(DTYPES)} (default: float16)")  # fmt: skip
     add("--lengths", type=_lengths, default=(2048,), metavar="LENGTHS",
@@ -93,7 +94,7 @@ def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _dims(text: str) -> tuple[int, ...]:
-    return tuple(map(int, _names([str(dim) for dim in PADDED_DIMS])(text)))
+    return tuple(map(int, _names([str(dim) for dim in DIMS])(text)))
 
 
 def _dtype(text: str) -> str:

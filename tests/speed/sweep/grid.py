@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 from kernels.architecture import Architecture
-from kernels.tiles import Tile, choose_tiles, shared_memory
+from kernels.numerics import n_slices, slice_width
+from kernels.tiles import WHOLE, Tile, choose_tiles, padded_head_dim, shared_memory
 
 from ..occupancy import REGISTERS_OF_A_THREAD, THREADS
 
@@ -16,18 +17,36 @@ NO_MEMORY = "may take more shared memory than a block has (the bound that kernel
 NO_REGISTERS = f"its accumulators alone take more than {REGISTERS_OF_A_THREAD} registers a thread"
 
 
-def grid(kernel: str, dim: int, quick: bool = False) -> list[Tile]:
+def grid(arch: Architecture, kernel: str, dim: int, quick: bool = False) -> list[Tile]:
     """The tiles that are looked at, before anything is pruned.
 
     Args:
+        arch: what is compiled for.
         kernel: of `tests.offline.TILED`.
         dim: head dimension. At 256 the streamed keys may be 16; for dkdv they stay, and 16 are too few.
         quick: a few of them.
     """
+    slices = widths(arch, dim)
     if quick:
-        return [Tile(*tile) for tile in product((64, 128), (32, 64, 128), (4, 8), (2,))]
-    columns = (16, 32, 64, 128) if dim == 256 and kernel != "dkdv" else (32, 64, 128)
-    return [Tile(*tile) for tile in product((32, 64, 128), columns, (4, 8), (1, 2, 3))]
+        return [Tile(*tile) for tile in product((64, 128), (32, 64, 128), (4, 8), (2,), slices)]
+    keys = (16, 32, 64, 128) if dim == 256 and kernel != "dkdv" else (32, 64, 128)
+    return [Tile(*tile) for tile in product((32, 64, 128), keys, (4, 8), (1, 2, 3), slices)]
+
+
+def widths(arch: Architecture, dim: int) -> tuple[int, ...]:
+    """Columns of a slice: whole, and 64 and 128 where those are several.
+
+    Before sm_90 operands wait in registers: there more than 128 columns at a time are not looked at.
+    """
+    several = tuple(width for width in (64, 128) if width < dim)
+    if arch.capability < 90 and padded_head_dim(dim) > 128:
+        return several
+    return (*several, WHOLE)
+
+
+def columns(tile: Tile, dim: int) -> int:
+    """Of all slices of a head dimension, padding included."""
+    return sum(slice_width(i, dim, tile.width) for i in range(n_slices(dim, tile.width)))
 
 
 def shipped_tile(arch: Architecture, kernel: str, dim: int) -> Tile:
@@ -42,7 +61,7 @@ def shipped_tile(arch: Architecture, kernel: str, dim: int) -> Tile:
 
 def why_pruned(arch: Architecture, kernel: str, tile: Tile, dim: int) -> str:
     """Why a tile need not be compiled; empty if it is to be."""
-    if shared_memory(arch, kernel, tile, dim, ITEMSIZE) > arch.shared_memory:
+    if shared_memory(arch, kernel, tile, columns(tile, dim), ITEMSIZE) > arch.shared_memory:
         return NO_MEMORY
     if accumulators(kernel, tile, dim) > REGISTERS_OF_A_THREAD:
         return NO_REGISTERS
@@ -51,10 +70,10 @@ def why_pruned(arch: Architecture, kernel: str, tile: Tile, dim: int) -> str:
 
 def accumulators(kernel: str, tile: Tile, dim: int) -> float:
     """Registers a thread of the float32 tiles that live at once: results, and S, and P beside dP."""
-    BM, BN = tile.BM, tile.BN
+    BM, BN, padded = tile.BM, tile.BN, columns(tile, dim)
     elements = {
-        "forward": BM * dim + BM * BN,
-        "dkdv": 2 * BN * dim + 2 * BM * BN,
-        "dq": BM * dim + 2 * BM * BN,
+        "forward": BM * padded + BM * BN,
+        "dkdv": 2 * BN * padded + 2 * BM * BN,
+        "dq": BM * padded + 2 * BM * BN,
     }[kernel]
     return elements / (THREADS * tile.warps)

@@ -83,7 +83,7 @@ class Candidates:
         """Those of the grid, and the shipped one, which is never pruned."""
         shipped = shipped_tile(arch, kernel, dim)
         outcomes = {shipped: Outcome()}
-        for tile in grid(kernel, dim, quick):
+        for tile in grid(arch, kernel, dim, quick):
             if tile != shipped:
                 why = why_pruned(arch, kernel, tile, dim)
                 outcomes[tile] = Outcome(PRUNED, why) if why else Outcome()
