@@ -165,9 +165,9 @@ def executed(target: Target, problems: Sequence[str] | None = None) -> Speed:
         NotHereError: if speed cannot be measured here.
         ReportError: if nothing was measured; says how the process ended.
     """
-    environment = dict(os.environ)
-    if target.override:
-        environment["TRITON_OVERRIDE_ARCH"] = target.override
+    from tests.gpu_paths import variables
+
+    environment = {**os.environ, **variables(target.override)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SPEED
         command = [sys.executable, "-m", "tests.speed.ratios", "--out", str(path), *target.options]
