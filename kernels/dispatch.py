@@ -19,8 +19,9 @@ def needs_operator(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return True
     for t in tensors:
-        # a negation that is pending, or zeros without memory, are the dispatcher's to make real
-        if type(t) not in PLAIN or t.is_neg() or t._is_zerotensor():
+        if type(t) not in PLAIN or t.is_meta or torch._C._functorch.is_legacy_batchedtensor(t):
+            return True
+        if t.is_neg() or t._is_zerotensor():  # pending, or without memory: the dispatcher makes them real
             return True
     return bool(
         torch._C._len_torch_dispatch_stack()

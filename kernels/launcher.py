@@ -14,12 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from .plans import ALIGNED, Launch, record
 
 INT32 = range(-(2**31), 2**31)
+
+
+def _more_is_asked() -> bool:
+    """Whether Triton is told to compile for debugging, instrumented, or through somebody's hook: it is asked
+    at every launch."""
+    runtime = knobs.runtime
+    hook = getattr(runtime, "add_stages_inspection_hook", None)
+    return bool(runtime.debug or knobs.compilation.instrumentation_mode or hook)
 
 
 class Launcher:
@@ -54,7 +63,7 @@ class Launcher:
             # the device of the tensors is current; each has a kernel of its own
             key = (torch.cuda.current_device(), *dtypes, *keywords.items())
             found = self._compiled.get(key)
-            if found is not None and not self.kernel.pre_run_hooks:
+            if found is not None and not (self.kernel.pre_run_hooks or _more_is_asked()):
                 compiled, constants = found
                 launch = Launch(compiled[(*grid, 1, 1)[:3]], (*arguments, *constants))
                 launch.run(*launch.arguments)

@@ -172,13 +172,12 @@ def executed(target: Target, runs: Sequence[int]) -> list[list[Record]]:
     """
     from tests.accuracy import ANOTHER, corpus
     from tests.cases import parse_case
+    from tests.gpu_paths import variables
 
     root = Path(__file__).parent.parent
     cases = [case.id for run in runs for case in corpus(run)]
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "FA_REPORT_DIR": folder}
-        if target.override:
-            environment["TRITON_OVERRIDE_ARCH"] = target.override
+        environment = {**os.environ, "FA_REPORT_DIR": folder, **variables(target.override)}
         command = [sys.executable, "-m", "tests", "-q", "-p", "no:benchmark", "-n", target.workers,
                    "--dist", "worksteal", *target.options, *(f"--case={case}" for case in cases),
                    str(root / "tests" / "test_references.py")]  # fmt: skip

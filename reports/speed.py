@@ -130,10 +130,15 @@ def median(contest: Contest, name: str) -> float | None:
     return found if 0 < found < math.inf else None
 
 
+LEAST_RATE, MOST_RATE = 1.0, 1e21
+"""Operations a second that a machine may have: what is beyond is no measurement, and can be in no plot."""
+
+
 def rate(contest: Contest, name: str) -> float | None:
     """Operations a second; None if there is no figure."""
     seconds = median(contest, name)
-    return None if seconds is None else contest.flops / seconds
+    found = 0.0 if seconds is None else contest.flops / seconds
+    return found if LEAST_RATE < found < MOST_RATE else None
 
 
 class Versus(NamedTuple):

@@ -165,9 +165,9 @@ def executed(target: Target, problems: Sequence[str] | None = None) -> Speed:
         NotHereError: if speed cannot be measured here.
         ReportError: if nothing was measured; says how the process ended.
     """
-    environment = dict(os.environ)
-    if target.override:
-        environment["TRITON_OVERRIDE_ARCH"] = target.override
+    from tests.gpu_paths import variables
+
+    environment = {**os.environ, **variables(target.override)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SPEED
         command = [sys.executable, "-m", "tests.speed.ratios", "--out", str(path), *target.options]
@@ -406,7 +406,7 @@ def differences(committed: Ratios, found: Speed, again: Speed | None = None) -> 
     if missing:
         differs.append(Difference(f"{len(missing)} were not measured, the first {missing[0]}", True))
     unclaimed = []
-    count = 0
+    count = untold = 0
     for name in committed.entries:
         of = now.get(name)
         if isinstance(of, Figure):
@@ -415,11 +415,15 @@ def differences(committed: Ratios, found: Speed, again: Speed | None = None) -> 
         elif of is not None and of.why.startswith(UNCLAIMED):
             unclaimed.append(name)
         elif of is not None and not of.red:
+            untold += 1
             differs.append(Difference(f"{name}: not compared: {of.why}", False))
     if unclaimed:
         differs.append(Difference(f"{len(unclaimed)} are not claimed, hence not compared", False))
     if not count and not unclaimed:
         differs.append(Difference("nothing was compared", True))
+    elif untold > count:
+        what = f"{untold} of {untold + count} could not be compared: that is no check; measure again"
+        differs.append(Difference(what, True))
     new = [name for name, of in now.items() if isinstance(of, Figure) and name not in committed.entries]
     if new:
         differs.append(Difference(f"{len(new)} are not in the baseline, the first {new[0]}", False))

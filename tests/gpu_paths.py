@@ -21,6 +21,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,14 +166,22 @@ def turned(given: str | None, count: Callable[[], int], worker: int) -> str | No
     return ",".join((*entries[first:], *entries[:first]))
 
 
+def variables(override_arch: str | None) -> dict[str, str]:
+    """What a process of a path is told: the architecture, and a cache of Inductor of its own, which does not
+    know that the same kernel is compiled for another."""
+    if not override_arch:
+        return {}
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{override_arch}"
+    return {"TRITON_OVERRIDE_ARCH": override_arch, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+
+
 def run(path: CodePath, command: Sequence[str], reports: Path, defaults: Mapping[str, str]) -> int:
     """Run one path in a process of its own; return its status in the suite's terms.
 
     `defaults` are environment variables for the child where the caller has not set them.
     """
     environment = {**defaults, **os.environ, "FA_REPORT_DIR": str(reports / path.name)}
-    if path.override_arch:
-        environment["TRITON_OVERRIDE_ARCH"] = path.override_arch
+    environment |= variables(path.override_arch)
     with subprocess.Popen(command, env=environment) as child:
         try:
             child.wait()

@@ -208,6 +208,7 @@ LOOKS_ON: dict[str, Callable[[Tensor], bool]] = {
     "functorch": lambda t: _within(lambda function: torch.func.vmap(function)(t)),
     "a tracer": lambda t: _within(lambda function: torch.jit.trace(function, (t,))),
     "a pending negation": lambda t: needs_operator(torch.complex(t, t).conj().imag),
+    "a tensor without memory": lambda t: needs_operator(t.to("meta")),
     "zeros without memory": lambda t: needs_operator(torch._efficientzerotensor(t.shape)),
 }
 
@@ -218,6 +219,30 @@ def test_whoever_looks_on_gets_the_operator(who: str) -> None:
     t = torch.ones(2, 3)
     assert LOOKS_ON[who](t)
     assert not needs_operator(t, torch.nn.Parameter(t))
+
+
+def test_gradients_of_several_at_once_are_those_of_each(device: torch.device) -> None:
+    x = inputs_of(device, **SMALL)
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    assert x.d_out is not None
+    several = torch.stack([x.d_out, -2 * x.d_out])
+    out = flash_attention(*leaves)
+    together = torch.autograd.grad(out, leaves, several, retain_graph=True, is_grads_batched=True)
+    for i, d_out in enumerate(several):
+        for found, each in zip(
+            together, torch.autograd.grad(out, leaves, d_out, retain_graph=True), strict=True
+        ):
+            assert torch.equal(found[i], each)
+
+
+def test_without_memory_it_foresees(device: torch.device) -> None:
+    x = inputs_of(device, **SMALL)
+    leaves = [t.to("meta").requires_grad_() for t in (x.q, x.k, x.v)]
+    out, lse = flash_attention(*leaves, return_lse=True)
+    assert x.d_out is not None and x.d_lse is not None
+    assert (out.shape, lse.shape, out.device.type) == (x.d_out.shape, x.d_lse.shape, "meta")
+    found = torch.autograd.grad(out, leaves, x.d_out.to("meta"))
+    assert [t.shape for t in found] == [t.shape for t in leaves]
 
 
 def test_a_mode_sees_the_operators_of_a_call(device: torch.device) -> None:

@@ -167,3 +167,10 @@ def test_values_that_are_files_elsewhere_do_not_lead_pytest_there() -> None:
         "-q", "--manifest=../k.toml", "--impl=x.py:f", "--case=a", "--case=b", "-k", "edge", "tests"
     ]  # fmt: skip
     assert gpu_paths.joined(["--manifest"]) == ["--manifest"]
+
+
+def test_compiled_code_of_one_path_is_not_the_other_s() -> None:
+    """Inductor keeps code by what is compiled, not by what Triton compiles it for."""
+    told = gpu_paths.variables("sm80")
+    assert told["TRITON_OVERRIDE_ARCH"] == "sm80" and "sm80" in told["TORCHINDUCTOR_CACHE_DIR"]
+    assert gpu_paths.variables(None) == {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from kernels import launcher
@@ -118,6 +119,18 @@ def test_a_hook_before_launches_is_triton_s_to_call(kernel: Kernel) -> None:
     launched[7,](X, 5, 0.5, **OPTIONS)
     kernel.pre_run_hooks.append(print)
     launched[7,](X, 5, 0.5, **OPTIONS)
+    assert how(kernel) == ["by Triton", "by Triton"]
+
+
+@pytest.mark.parametrize(
+    ("of", "knob", "value"), [("runtime", "debug", True), ("compilation", "instrumentation_mode", "x")]
+)
+def test_what_triton_is_told_beside_is_triton_s(of: str, knob: str, value: Any, kernel: Kernel) -> None:
+    launched = Launcher(kernel)
+    launched[7,](X, 5, 0.5, **OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(triton.knobs, of), knob, value)
+        launched[7,](X, 5, 0.5, **OPTIONS)
     assert how(kernel) == ["by Triton", "by Triton"]
 
 

@@ -319,6 +319,16 @@ def test_where_the_machine_is_not_quiet_nothing_is_claimed(committed: Ratios) ->
     assert reds(differences(committed, nowhere)) == ["nothing was compared"]
 
 
+def test_a_check_of_less_than_half_is_none() -> None:
+    committed = baseline(KEY, [all_steady() for _ in range(RUNS)])
+    half = len(NAMES) // 2
+    assert reds(differences(committed, all_steady(*map(restless, NAMES[:half])))) == []
+    most = all_steady(*map(restless, NAMES[: half + 1]))
+    assert reds(differences(committed, most)) == [
+        f"{half + 1} of {len(NAMES)} could not be compared: that is no check; measure again"
+    ]
+
+
 def test_few_rounds_tell_nothing(committed: Ratios) -> None:
     few = contest(FIRST, [1e-3] * 6, [1e-3] * 6, [1e-3] * 6)
     (told,) = differences(committed, all_steady(few))

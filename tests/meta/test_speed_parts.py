@@ -748,3 +748,12 @@ def test_a_mask_that_is_left_out_is_found(judged: Any) -> None:
     x = tensors(problem, device="cpu")
     other = by_definition(replace(problem, causal=not problem.causal), x)
     assert expected.wrong(other, OURS).startswith("out is off by")
+
+
+def test_nothing_is_claimed_under_twice_what_the_control_is_off() -> None:
+    ours, again, other = ([t] * 15 for t in (1e-4, 1.045e-4, 1.02e-4))
+    control = ratio(ours, again)
+    assert pairs.is_quiet(control)
+    assert verdict(ratio(ours, other), control) not in (FASTER, SLOWER)
+    assert verdict(ratio(ours, [1.1e-4] * 15), control) == FASTER
+    assert verdict(ratio(ours, [0.9e-4] * 15), control) == SLOWER

@@ -52,6 +52,9 @@ def command(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return HELD
     if any(a.split("=")[0] in SEVERAL_PROCESSES or (a[:2] == "-n" and a[2:].isdecimal()) for a in arguments):
         print("bench: -n, --dist and --tx are for tests; what is timed runs in one process", file=sys.stderr)
         return MISUSED

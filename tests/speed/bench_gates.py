@@ -11,11 +11,16 @@ from .bench import Bench
 from .gates import GATES, Asked
 from .pairs import CANNOT_TELL, SLOWER
 from .plugin import Found
+from .problems import FORWARD
 from .timed import benchmarked
 
 
 @pytest.mark.parametrize("asked", GATES, ids=lambda asked: asked.name)
 def test_gate(asked: Asked, bench: Bench, found: Found, rounds: int, strict: bool, benchmark: Any) -> None:
+    if asked.other not in bench.contenders:
+        pytest.skip(f"{asked.other} is not among the contenders")
+    if asked.step != FORWARD and not bench.subject.claims.backward:
+        pytest.skip("a backward is not claimed")
     with bench.on(asked.problem, [bench.subject.name, asked.other]) as here:
         contest = benchmarked(benchmark, here, asked.step, asked.measure, 2 * rounds)
     found.contests.append(contest)

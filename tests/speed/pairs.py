@@ -6,8 +6,8 @@ statistics: for independent pairs the median lies outside of [r_(k), r_(n+1-k)] 
 2 P(Binomial(n, 1/2) < k), whatever their distribution (e.g. Conover, Practical Nonparametric Statistics,
 section 3.2).
 
-    faster, slower   the interval excludes 1, and the median is off by more than `LEAST` and by more than
-                     twice the relative interquartile range
+    faster, slower   the interval excludes 1, and the median is off by more than `LEAST`, by more than twice
+                     the relative interquartile range, and by more than twice what the control is off
     same             the interval lies within `ALIKE` of 1
     cannot tell      neither; or the control, the same thing measured twice, is off or too wide: the machine
                      is not quiet
@@ -35,8 +35,9 @@ LEAST = 0.01
 ALIKE = 0.03
 """Within so much two contenders are said to be the same."""
 
-QUIET = 0.05
-"""By how much the median of the control may be off, and half of its interval's width, on a quiet machine."""
+QUIET, STEADY = 0.05, 0.1
+"""By how much the median of the control may be off, and half of its interval's width, on a quiet machine.
+Nothing is claimed under twice what it is off."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def ratio(subject: Sequence[float], other: Sequence[float]) -> Ratio:
 
 def is_quiet(control: Ratio) -> bool:
     """Whether the same thing measured twice came out the same."""
-    return abs(control.median - 1) <= QUIET and (control.high - control.low) / 2 <= 2 * QUIET
+    return abs(control.median - 1) <= QUIET and (control.high - control.low) / 2 <= STEADY
 
 
 def verdict(of: Ratio, control: Ratio | None = None, least: float = 1.0) -> str:
@@ -106,7 +107,8 @@ def verdict(of: Ratio, control: Ratio | None = None, least: float = 1.0) -> str:
         return CANNOT_TELL
     low, median, high = (x / least for x in (of.low, of.median, of.high))
     off = max(median, 1 / median) - 1
-    if off > max(LEAST, 2 * of.spread):
+    drift = abs(control.median - 1) if control is not None else 0.0
+    if off > max(LEAST, 2 * of.spread, 2 * drift):
         if low > 1:
             return FASTER
         if high < 1:

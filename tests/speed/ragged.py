@@ -10,6 +10,7 @@ of the rates, in pairs per second: 1 is as fast as dense. A result that changes 
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -90,6 +91,8 @@ def medians(functions: dict[Any, Callable[[], tuple[Tensor, ...]]], timer: Timer
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.speed.ragged", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # fmt: skip
     if why := why_not_here():
         print(f"ragged: {why}", file=sys.stderr)
         return 3
