@@ -1,8 +1,8 @@
-"""Tile sizes: a table by kernel and padded head dimension, for 16-bit and for float32 inputs.
+"""Tile sizes: a table by kernel and head dimension, for 16-bit and for float32 inputs.
 
 Each entry lists choices from best to safest; the first whose shared memory fits the architecture's block
-is used. What that chooses for sm_80, 86, 89 and 90 is compiled offline and found free of spills by
-tests/test_compile.py.
+is used. What that chooses for sm_80, 86, 89 and 90 is compiled offline by tests/test_compile.py; what spills
+within a loop over tiles is listed with its reason.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass
 
 from .architecture import KIB, Architecture
+from .numerics import n_slices, slice_width
 
 WHOLE = 256
 """Columns of a slice that holds any head dimension."""
@@ -37,38 +38,60 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels: forward, dK/dV, dQ."""
+    """The tiles of the kernels: forward, dK/dV, dQ, and the fused backward, which may stand for the last two;
+    None where it is not faster."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
+    fused: Tile | None = None
 
 
 Table = dict[str, dict[int, list[tuple[int, ...]]]]
-"""By kernel and the larger padded head dimension (BM, BN, warps, stages), and the width where it is not
-whole; from best to safest."""
+"""By kernel and the largest head dimension that an entry is for: (BM, BN, warps, stages), and the width where
+it is not whole; from best to safest."""
 
+# mma.sync takes its left operand from registers, and warps split an accumulator into rows alone only if it
+# has no more columns than rows: otherwise they lie beside each other too, and each loads what the other has.
+# So slices are no wider than a tile is high. 80 and 96 are 64 + 16 and 3 x 32 instead of a padded 128.
 _HALF: Table = {
     "forward": {
         16: [(128, 64, 4, 3)],
         32: [(128, 64, 4, 3)],
-        64: [(128, 128, 8, 2)],
-        128: [(128, 64, 8, 3), (128, 64, 8, 2)],
-        256: [(64, 64, 8, 2), (64, 32, 8, 2)],
+        64: [(128, 64, 4, 3)],
+        80: [(128, 64, 4, 3, 64)],
+        96: [(128, 64, 4, 3, 32)],
+        128: [(128, 32, 4, 3, 64)],
+        192: [(64, 64, 4, 2, 64)],
+        256: [(64, 64, 4, 2, 64), (64, 32, 4, 2, 64)],
     },
     "dkdv": {
         16: [(64, 64, 4, 2)],
         32: [(64, 64, 4, 2)],
-        64: [(32, 128, 8, 2)],
-        128: [(64, 64, 8, 2)],
-        256: [(32, 32, 8, 2)],
+        64: [(64, 64, 4, 2)],
+        80: [(64, 64, 4, 2, 64)],
+        96: [(64, 64, 4, 2, 32)],
+        128: [(32, 64, 4, 2, 64)],
+        192: [(64, 32, 4, 2, 64)],
+        256: [(64, 32, 4, 2, 64), (32, 32, 4, 2, 64)],
     },
     "dq": {
         16: [(64, 64, 4, 2)],
         32: [(64, 64, 4, 2)],
-        64: [(128, 64, 8, 2)],
-        128: [(128, 32, 8, 2)],
-        256: [(64, 64, 8, 2), (64, 16, 8, 2)],
+        64: [(128, 32, 4, 3)],
+        80: [(128, 32, 4, 3, 64)],
+        96: [(128, 32, 4, 3, 32)],
+        128: [(128, 32, 4, 3, 64), (64, 32, 4, 3, 64)],
+        192: [(64, 64, 4, 2, 64), (64, 32, 4, 2, 64)],
+        256: [(64, 32, 4, 2, 64), (64, 16, 4, 2, 64)],
+    },
+    "fused": {
+        16: [(64, 64, 4, 2)],
+        32: [(64, 64, 4, 2)],
+        64: [(64, 64, 4, 2)],
+        80: [(64, 64, 4, 2, 64)],
+        96: [(64, 128, 8, 2, 32)],
+        128: [(32, 64, 4, 2, 64)],
     },
 }
 
@@ -98,13 +121,39 @@ _SINGLE: Table = {
 }
 
 # On sm_90 products run from shared memory while they are waited for, so that Q takes no registers: smaller
-# tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products.
-# From T = 512 to 8192 they are ahead of the tiles above, but for D = 128 at 8192, where they are level. The
-# dK/dV tile above spills there.
+# tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products. At
+# the largest head dimensions one block of 8 warps is ahead. There is no fused backward: the pair is faster.
 _HALF_SM90: Table = {
-    "forward": {64: [(64, 64, 4, 3)], 128: [(64, 64, 4, 3)]},
-    "dkdv": {128: [(32, 64, 8, 2)]},
-    "dq": {64: [(64, 64, 4, 2)], 128: [(64, 64, 4, 2)]},
+    "forward": {
+        16: [(128, 64, 4, 3)],
+        32: [(128, 64, 4, 3)],
+        64: [(128, 64, 4, 3)],
+        80: [(64, 64, 4, 3, 64)],
+        96: [(64, 64, 4, 3, 64)],
+        128: [(64, 64, 4, 3)],
+        192: [(128, 64, 8, 3, 64)],
+        256: [(128, 64, 8, 2, 128)],
+    },
+    "dkdv": {
+        16: [(64, 64, 4, 2)],
+        32: [(64, 64, 4, 2)],
+        64: [(32, 64, 4, 1)],
+        80: [(64, 64, 4, 1, 64)],
+        96: [(64, 64, 4, 1, 64)],
+        128: [(64, 128, 8, 1)],
+        192: [(32, 128, 8, 1, 64)],
+        256: [(64, 64, 8, 1, 128)],
+    },
+    "dq": {
+        16: [(64, 64, 4, 2)],
+        32: [(64, 64, 4, 2)],
+        64: [(64, 64, 4, 3)],
+        80: [(64, 64, 4, 3, 64)],
+        96: [(64, 64, 4, 3, 64)],
+        128: [(64, 64, 4, 2)],
+        192: [(128, 64, 8, 2, 128)],
+        256: [(64, 64, 4, 2, 128)],
+    },
 }
 
 TABLES: dict[str, Table] = {
@@ -117,15 +166,16 @@ TABLES: dict[str, Table] = {
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
 # sequences span several of them; BM and BN differ, so that a mix-up shows; and slices of 32 columns, so that
 # small head dimensions have several too.
-_INTERPRETER = {"forward": (32, 16, 1, 1, 32), "dkdv": (16, 32, 1, 1, 32), "dq": (32, 16, 1, 1, 32)}
+_INTERPRETER = {"forward": (32, 16, 1, 1, 32), "dkdv": (16, 32, 1, 1, 32), "dq": (32, 16, 1, 1, 32),
+                "fused": (16, 32, 1, 1, 32)}  # fmt: skip
 
 
-def padded_head_dim(dim: int) -> int:
-    """The power of two, at least 16, that a head dimension is padded to inside the kernels."""
-    return max(16, 1 << (dim - 1).bit_length())
+def columns(dim: int, width: int) -> int:
+    """Of all slices of a head dimension, padding included."""
+    return sum(slice_width(i, dim, width) for i in range(n_slices(dim, width)))
 
 
-def shared_memory(arch: Architecture, kernel: str, tile: Tile, dim: int, itemsize: int) -> int:
+def shared_memory(arch: Architecture, kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     """Bytes of shared memory that a tile may take, seen from above.
 
     Triton keeps what its pipelined loop loads in a ring of buffers: one a stage where products read
@@ -133,12 +183,13 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, dim: int, itemsiz
     FMA). Beside the ring lie the operands that stay, P or an operand of two products once more in
     another layout, and a few float32 a row.
     """
-    BM, BN = tile.BM, tile.BN
+    BM, BN, dim = tile.BM, tile.BN, columns(head_dim, tile.width)
     buffers = tile.stages if 90 <= arch.capability < 120 else max(tile.stages - 1, 1)
     ring, kept = {
         "forward": (2 * BN * dim, BM * dim + BM * BN),
         "dkdv": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim)),
         "dq": (2 * BN * dim, 2 * BM * dim + BN * max(BM, dim)),
+        "fused": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim) + BM * BN),
     }[kernel]
     return itemsize * (buffers * ring + kept) + 32 * BM
 
@@ -152,13 +203,12 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
     """
     if arch.interpreted:
         return Tiles(**{kernel: Tile(*tile) for kernel, tile in _INTERPRETER.items()})
-    dim = padded_head_dim(max(head_dim, head_dim_v))
-    tables = [_SINGLE] if itemsize == 4 else [_HALF]
-    if itemsize == 2 and 90 <= arch.capability < 100:
-        tables.insert(0, _HALF_SM90)
+    dim = max(head_dim, head_dim_v)
+    table = _SINGLE if itemsize == 4 else _HALF_SM90 if 90 <= arch.capability < 100 else _HALF
 
     def first_that_fits(kernel: str) -> Tile:
-        for choice in (choice for table in tables for choice in table.get(kernel, {}).get(dim, [])):
+        by_dim = table[kernel]
+        for choice in by_dim[min(largest for largest in by_dim if largest >= dim)]:
             tile = Tile(*choice)
             if shared_memory(arch, kernel, tile, dim, itemsize) <= arch.shared_memory:
                 return tile
@@ -167,4 +217,9 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
             f" shared memory of {arch.name}"
         )
 
-    return Tiles(*(first_that_fits(kernel) for kernel in ("forward", "dkdv", "dq")))
+    fused = dim <= max(table.get("fused", {}), default=0)
+    return Tiles(
+        *(first_that_fits(kernel) for kernel in ("forward", "dkdv", "dq")),
+        fused=first_that_fits("fused") if fused else None,
+    )
+

@@ -26,13 +26,14 @@ from triton.compiler import ASTSource
 
 from kernels import launch
 from kernels.architecture import SHARED_MEMORY, Architecture
-from kernels.tiles import Tile
+from kernels.tiles import TABLES, Table, Tile, choose_tiles
 
 ARCHITECTURES = [Architecture(f"sm{cc}", cc, SHARED_MEMORY[cc]) for cc in (80, 86, 89, 90)]
 ARITHMETICS = ("float16", "bfloat16", "float32", "tf32")
-PADDED_DIMS = (16, 32, 64, 128, 256)
 TILED = ("forward", "dkdv", "dq")
 """The kernels whose tiles are chosen (`kernels.tiles`)."""
+DIMS = tuple(sorted({dim for table in TABLES.values() for by_dim in table.values() for dim in by_dim}))
+"""Head dimensions that a table of tiles has an entry for."""
 KERNELS = {
     "forward": "attention_forward",
     "delta": "attention_delta",
@@ -89,7 +90,8 @@ class Program:
         tile: None for the kernels of one fixed shape.
         warps, stages: with which it was compiled.
         shared: bytes of shared memory of a block.
-        stack: bytes of stack of a thread: registers that are spilled.
+        stack: bytes of stack of a thread: registers that are spilled, wherever they are.
+        spilled_in_loops: instructions in loops over tiles that load or store spilled registers.
         registers: of a thread.
         ptx: the code, before it is assembled.
     """
@@ -99,30 +101,62 @@ class Program:
     stages: int
     shared: int
     stack: int
+    spilled_in_loops: int
     registers: int
     ptx: str
 
 
+def table_of(arch: Architecture, arithmetic: str) -> Table:
+    """The table that tiles are chosen from."""
+    if "16" not in arithmetic:
+        return TABLES["32 bit"]
+    return TABLES["16 bit, sm_90" if arch.capability == 90 else "16 bit"]
+
+
+def entry_dim(arch: Architecture, kernel: str, arithmetic: str, dim: int) -> int:
+    """The largest head dimension that the table's entry for this one is for."""
+    return min(largest for largest in table_of(arch, arithmetic)[kernel] if largest >= dim)
+
+
+def chosen_dims(arch: Architecture, kernel: str, arithmetic: str) -> list[int]:
+    """Of each tile that is chosen, the largest head dimension that it is chosen for, by entry of the table.
+
+    Mostly that of the entry; where shared memory is so short that the entry's best tile fits smaller head
+    dimensions only, the largest of those too.
+    """
+    itemsize = 2 if "16" in arithmetic else 4
+    largest: dict[tuple[int, Tile], int] = {}
+    for dim in range(min(DIMS), max(DIMS) + 1):
+        tile = getattr(choose_tiles(arch, dim, dim, itemsize), kernel)
+        largest[entry_dim(arch, kernel, arithmetic, dim), tile] = dim
+    return sorted(largest.values())
+
+
+# What is not causal, or ragged, has the same tiles and nearly the same loops: some head dimensions stand for
+# all, of one slice and of several. The delta kernel has one shape: the smallest and the largest do.
+MASKED_DIMS = (64, 128, 256)
+
+
 def shipped() -> Iterator[Case]:
-    """Each tile configuration, in each arithmetic; float16 also without a causal mask, and ragged."""
+    """Each tile that is chosen, in each arithmetic; some also without a causal mask, and ragged."""
     for arch in ARCHITECTURES:
-        for dim in PADDED_DIMS:
+        for dim in (min(DIMS), max(DIMS)):
             yield Case("delta", arch, "float16", dim)
         for kernel in TILED:
             for arithmetic in ARITHMETICS:
-                for dim in PADDED_DIMS:
+                for dim in chosen_dims(arch, kernel, arithmetic):
                     yield Case(kernel, arch, arithmetic, dim)
-                    if arithmetic == "float16":
-                        yield Case(kernel, arch, arithmetic, dim, causal=False)
-                        yield Case(kernel, arch, arithmetic, dim, ragged=True)
+            for dim in MASKED_DIMS:
+                yield Case(kernel, arch, "float16", dim, causal=False)
+                yield Case(kernel, arch, "float16", dim, ragged=True)
         yield Case("list", arch, "float16", 64, ragged=True)
 
 
 def unusual() -> Iterator[Case]:
-    """Head dimensions that are padded, or differ, and strides that forbid 16-byte accesses."""
+    """Head dimensions between those of the tables, or that differ, and strides without 16-byte accesses."""
     for arch in ARCHITECTURES:
         for kernel in TILED:
-            for dim, dim_v in ((80, 0), (96, 0), (192, 0), (192, 128)):
+            for dim, dim_v in ((72, 0), (160, 0), (192, 128)):
                 yield Case(kernel, arch, "float16", dim, dim_v=dim_v)
             yield Case(kernel, arch, "float16", 128, unaligned=True)
 
@@ -190,17 +224,71 @@ def compiled(case: Case) -> Program:
     if "BN" in constants:
         tile = Tile(constants["BM"], constants["BN"], warps, stages, constants["WIDTH"])
     registers, stack = _usage(binary.asm["cubin"])
-    return Program(tile, warps, stages, binary.metadata.shared, stack, registers, binary.asm["ptx"])
+    in_loops = 0
+    if stack:  # else nothing is spilled, and to disassemble takes half as long as to compile
+        loops = tile_loops(_dumped(binary.asm["cubin"], "--dump-sass"))
+        assert loops or case.kernel not in TILED, "no loop over tiles is found in what is assembled"
+        in_loops = spilled_in(loops)
+    return Program(tile, warps, stages, binary.metadata.shared, stack, in_loops, registers, binary.asm["ptx"])
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack of a thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = _dumped(cubin, "--dump-resource-usage")
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used, usage
     registers, stack = map(int, used.groups())
     return registers, stack
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    """What cuobjdump prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, what, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# ---------------------------------------------------------------- loops of what is assembled
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);", re.MULTILINE)
+_PRODUCTS = {"HMMA", "HGMMA", "FFMA"}
+_LOCAL = {"LDL", "STL"}
+"""Loads and stores of a thread's stack."""
+
+
+def tile_loops(sass: str) -> list[list[str]]:
+    """Of each innermost loop that multiplies, its instructions, by name.
+
+    A loop is what lies between a branch backwards and where it goes. One that multiplies nothing, such as the
+    branch to itself behind a kernel's end, is none over tiles, and what is around it may be innermost.
+
+    Args:
+        sass: as cuobjdump prints it: `/*0a40*/  @P1 BRA 0x790 ;`.
+    """
+    names: dict[int, str] = {}
+    ends: dict[int, int] = {}
+    for instruction in _INSTRUCTION.finditer(sass):
+        address, name = int(instruction[1], 16), instruction[2]
+        names[address] = name
+        if name == "BRA":
+            target = re.search(r"\b0x([0-9a-f]+)\s*$", instruction[3])
+            assert target, f"where does it go? {instruction[0]}"
+            if int(target[1], 16) <= address:
+                ends[int(target[1], 16)] = address
+    bodies = {
+        (begin, end): [name for address, name in names.items() if begin <= address <= end]
+        for begin, end in ends.items()
+    }
+    loops = {of: body for of, body in bodies.items() if not _PRODUCTS.isdisjoint(body)}
+    return [
+        body
+        for (begin, end), body in loops.items()
+        if not any(begin <= b and e <= end for b, e in loops if (b, e) != (begin, end))
+    ]
+
+
+def spilled_in(loops: list[list[str]]) -> int:
+    """How many of their instructions load or store spilled registers."""
+    return sum(name in _LOCAL for body in loops for name in body)

@@ -16,7 +16,7 @@ from reports import kept, resources
 from reports.errors import ReportError
 from reports.kept import Difference
 from reports.resources import KIB, SHARED_MEMORY, SPILLS, Entry, Resources
-from tests.offline import Program, shipped, unusual
+from tests.offline import DIMS, Program, shipped, spilled_in, tile_loops, unusual
 
 NAME = "forward-sm80-float16-D128"
 AMPERE = Entry(BM=128, BN=64, warps=8, stages=3, shared=96 * KIB, registers=237, mma=256, cp_async_16=48,
@@ -99,6 +99,7 @@ def test_the_same_again_is_no_difference() -> None:
         ("shared", 96 * KIB, 96 * KIB + 16),
         ("registers", 237, 238),
         ("stack", 0, 8),
+        ("spilled_in_loops", 0, 2),
         ("mma", 256, 255),
         ("cp_async_16", 48, 47),
         ("cp_async", 2, 0),
@@ -198,7 +199,11 @@ def test_the_shared_memory_of_each_chip(chip: str, most: int) -> None:
         ({"registers": 136, "warps": 16}, "69632 registers, 136 x 512 threads; a block has 65536"),
         ({"registers": 129, "warps": 16}, "69632 registers, 129 x 512 threads; a block has 65536"),
         ({"registers": 40, "warps": 33}, "1056 threads; a block has at most 1024"),
-        ({"stack": 8}, "8 bytes a thread are spilled; reports.resources.SPILLS gives no reason why"),
+        (
+            {"stack": 8, "spilled_in_loops": 2},
+            "2 instructions in loops over tiles move what is spilled;"
+            " reports.resources.SPILLS gives no reason why",
+        ),
         ({"mma": 0}, "no mma"),
         ({"wgmma": 24}, "24 wgmma where mma should be"),
         ({"cp_async_16": 0}, "no cp.async of 16 bytes, with 3 stages"),
@@ -227,13 +232,17 @@ def test_which_instructions_multiply() -> None:
     assert limits(tf32, AMPERE, cp_async_16=0, tf32=256) == []
 
 
+def test_what_is_spilled_outside_of_loops_breaks_no_limit() -> None:
+    assert resources.limits(one(AMPERE, stack=264)) == []
+
+
 def test_spills_that_have_a_reason_are_not_red_and_are_told_once_they_are_gone() -> None:
     name = "forward-sm80-float16-D128-unaligned"
     assert SPILLS[name]
     plain = msgspec.structs.replace(AMPERE, cp_async_16=0, ld_global_16=0, st_global_16=0)
-    assert resources.limits_of(name, msgspec.structs.replace(plain, stack=264)) == []
-    (told,) = resources.limits_of(name, plain)
-    assert (told.red, "spills no more" in told.what) == (False, True)
+    assert resources.limits_of(name, msgspec.structs.replace(plain, stack=264, spilled_in_loops=30)) == []
+    (told,) = resources.limits_of(name, msgspec.structs.replace(plain, stack=264))
+    assert (told.red, "spills in no loop over tiles any more" in told.what) == (False, True)
 
 
 def test_the_list_of_spills_names_configurations_that_are_compiled() -> None:
@@ -286,10 +295,52 @@ PTX = """
 
 
 def test_instructions_are_counted() -> None:
-    entry = resources.entry(Program(None, 4, 3, 1024, 8, 60, PTX))
-    assert entry == Entry(warps=4, stages=3, shared=1024, stack=8, registers=60, mma=2, wgmma=1, tf32=1,
-                          cp_async_16=1, cp_async=1, tma=1, ld_global_16=2, ld_global=1, st_global_16=1,
-                          st_global=1, ldmatrix=1, ex2=1, fma=1, barriers=1, instructions=21)  # fmt: skip
+    entry = resources.entry(Program(None, 4, 3, 1024, 8, 2, 60, PTX))
+    assert entry == Entry(warps=4, stages=3, shared=1024, stack=8, spilled_in_loops=2, registers=60, mma=2,
+                          wgmma=1, tf32=1, cp_async_16=1, cp_async=1, tma=1, ld_global_16=2, ld_global=1,
+                          st_global_16=1, st_global=1, ldmatrix=1, ex2=1, fma=1, barriers=1,
+                          instructions=21)  # fmt: skip
+
+
+# A loop over heads; in it two over tiles, the second with two branches back to its begin, and one that
+# multiplies nothing. Branches go forwards too, and to themselves.
+SASS = """
+	code for sm_80
+		Function : attention_backward_dkdv
+        /*0000*/                   MOV R1, c[0x0][0x28] ;                       /* 0x00000a0000017a02 */
+                                                                                /* 0x000fe40000000f00 */
+        /*0010*/                   STL [R1], R2 ;                               /* 0x0000000201007387 */
+        /*0020*/                   LDL.LU R2, [R1] ;
+        /*0030*/              @!P0 BRA 0x80 ;
+        /*0040*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0050*/              @!P1 STL.64 [R1+0x8], R4 ;
+        /*0060*/                   LDL.128 R4, [R1+0x10] ;
+        /*0070*/             @!UP1 BRA 0x40 ;
+        /*0080*/                   LDL R3, [R1+0x20] ;
+        /*0090*/                   FFMA.FTZ R4, R5, R6, R7 ;
+        /*00a0*/               @P2 BRA 0x90 ;
+        /*00b0*/                   LDL R5, [R1+0x30] ;
+        /*00c0*/                   BRA.U UP0, 0x90 ;
+        /*00d0*/                   LDL R5, [R1] ;
+        /*00e0*/               @P3 BRA 0xd0 ;
+        /*00f0*/                   BRA 0x20 ;
+        /*0100*/                   STL [R1], R5 ;
+        /*0110*/                   EXIT ;
+        /*0120*/                   BRA 0x120;
+        /*0130*/                   NOP;
+"""
+
+
+def test_spills_are_counted_in_innermost_loops_that_multiply() -> None:
+    loops = tile_loops(SASS)
+    assert loops == [["HMMA", "STL", "LDL", "BRA"], ["FFMA", "BRA", "LDL", "BRA"]]
+    assert spilled_in(loops) == 3
+    without = SASS.replace("HMMA", "IMAD").replace("FFMA", "FADD")
+    assert tile_loops(without) == []
+    # what multiplies is around loops that do not
+    assert spilled_in(tile_loops(without.replace("LDL R3", "HMMA R3"))) == 5
+    with pytest.raises(AssertionError, match=r"where does it go\? .*BRA `"):
+        tile_loops(SASS.replace("BRA 0x80", "BRA `(.L_x_1)"))
 
 
 @pytest.mark.parametrize("variable, value", [("interpret", True), ("override_arch", "sm80")])
@@ -306,21 +357,38 @@ def test_where_triton_does_not_compile_for_what_it_is_asked_to_nothing_is_measur
 
 
 def test_the_page_has_a_row_for_a_shape_and_columns_for_each_chip() -> None:
-    spilling = "dq-sm80-float16-D192"
+    listed, new = "dq-sm80-float16-D128-unaligned", "dq-sm80-float16-D192"
+    in_loops = msgspec.structs.replace(AMPERE, stack=16, spilled_in_loops=3, registers=255)
     lines = resources.markdown(
         found(
             forward__sm80__float16__D128=AMPERE,
             forward__sm90__float16__D128=HOPPER,
-            **{spilling: msgspec.structs.replace(AMPERE, stack=8, registers=255)},
+            dq__sm80__float16__D80=msgspec.structs.replace(AMPERE, stack=8),
+            dq__sm80__float16__D96=msgspec.structs.replace(AMPERE, stack=24),
+            **{listed: in_loops, new: in_loops},
         )
     ).splitlines()
     assert (
         "| forward | float16 | 128 | 128x64 8w 3s | 96 | 237 | 256 | 48 |  |  |  |  |  |  |  |  |  |  |"
         " 64x64 4w 3s | 112 | 194 | w 24 | 96 |"
     ) in lines
-    assert f"- {spilling} (8 B): {SPILLS[spilling]}." in lines
-    assert (
-        "| sm90 | 227 | 112 (forward-sm90-float16-D128) | 194 (forward-sm90-float16-D128) | 0 of 1 |" in lines
-    )
+    assert f"- In loops over tiles: {listed} (16 B, 3 instructions): {SPILLS[listed]}." in lines
+    assert f"- In loops over tiles: {new} (16 B, 3 instructions): no reason is known." in lines
+    (outside,) = (line for line in lines if line.startswith("- Only outside of them: "))
+    assert "2 of 6 configurations, at most 24 B (dq-sm80-float16-D96)" in outside
+    (of_new,) = (line for line in lines if line.startswith("| dq | float16 | 192 |"))
+    assert "| 128x64 8w 3s | 96 | 255 + 16 B (3) |" in of_new
+    assert any(line.startswith("| sm80 | 163 |") and line.endswith("| 2 of 5 | 2 |") for line in lines)
+    assert ("| sm90 | 227 | 112 (forward-sm90-float16-D128) | 194 (forward-sm90-float16-D128) | 0 of 1 | 0 |"
+            in lines)  # fmt: skip
     header = next(line for line in lines if line.startswith("| kernel "))
     assert all(line.count("|") == header.count("|") for line in lines if line.startswith("| forward "))
+
+
+def test_head_dimensions_that_have_tiles_of_their_own_stand_together() -> None:
+    assert resources.DIMS == DIMS
+    lines = resources.markdown(
+        found(forward__sm80__float16__D96=AMPERE, forward__sm80__float16__D160=AMPERE)
+    ).splitlines()
+    titles = [line for line in lines if line.startswith("#### ")]
+    assert titles == ["#### Causal", "#### Other head dimensions, and rows that allow no 16-byte accesses"]

@@ -85,10 +85,10 @@ def test_a_sweep_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (lost.status, lost.reason) == (FAILED, "RuntimeError: an illegal memory access")
     assert (uncompiled.status, uncompiled.reason) == (FAILED, "full: PTXASError: no")
     shipped = [(entry.dim, entry.tile) for entry in found.entries if entry.shipped]
-    assert shipped == [(64, (128, 128, 8, 2)), (256, (64, 64, 8, 2))]
+    assert shipped == [(64, (128, 64, 4, 3)), (256, (64, 64, 4, 2, 64))]
     best = entries[shipped[1]]
-    # 128 registers: 4096 a warp, 4 warps in each part, 16 in all
-    assert {chip: of.blocks for chip, of in best.residence.items()} == {"sm90": 2, "sm80": 2}
+    # 128 registers: 4096 a warp, 4 warps in each part, 16 in all; 49 KiB of 228, and of 164
+    assert {chip: of.blocks for chip, of in best.residence.items()} == {"sm90": 4, "sm80": 3}
     assert best.seconds == {"T 2048 causal": [0.001] * 15}
     assert list(found.controls) == ["forward 64", "forward 256"]
     assert found.controls["forward 64"] == {"T 2048 causal": [0.001] * 15}

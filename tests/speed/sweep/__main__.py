@@ -19,7 +19,7 @@ from reports.tile_sweep import FILE, PAGE, PLOT
 from reports.tiles import WRONG
 
 from ...gpu_paths import ROOT
-from ...offline import PADDED_DIMS, TILED
+from ...offline import DIMS, TILED
 from ..machine import why_not_here
 from ..problems import TOKENS
 from .run import Options, Sweep
@@ -27,7 +27,6 @@ from .run import Options, Sweep
 TIMED, NOTHING_TIMED, WRONG_USE, NOT_HERE = range(4)
 
 DTYPES = ("float16", "bfloat16")
-DIMS = tuple(sorted((*PADDED_DIMS, 80, 96, 192)))
 
 
 def main(arguments: Sequence[str]) -> int:

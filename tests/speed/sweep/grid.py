@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from kernels.architecture import Architecture
-from kernels.numerics import n_slices, slice_width
-from kernels.tiles import WHOLE, Tile, choose_tiles, padded_head_dim, shared_memory
+from kernels.tiles import WHOLE, Tile, choose_tiles, columns, shared_memory
 
 from ..occupancy import REGISTERS_OF_A_THREAD, THREADS
 
@@ -34,19 +33,16 @@ def grid(arch: Architecture, kernel: str, dim: int, quick: bool = False) -> list
 
 
 def widths(arch: Architecture, dim: int) -> tuple[int, ...]:
-    """Columns of a slice: whole, and 64 and 128 where those are several.
+    """Columns of a slice: whole, and 64 and 128 where those are several; 32 if only that makes equal ones.
 
     Before sm_90 operands wait in registers: there more than 128 columns at a time are not looked at.
     """
     several = tuple(width for width in (64, 128) if width < dim)
-    if arch.capability < 90 and padded_head_dim(dim) > 128:
+    if several and dim % 64 == 32:
+        several = (32, *several)
+    if arch.capability < 90 and dim > 128:
         return several
     return (*several, WHOLE)
-
-
-def columns(tile: Tile, dim: int) -> int:
-    """Of all slices of a head dimension, padding included."""
-    return sum(slice_width(i, dim, tile.width) for i in range(n_slices(dim, tile.width)))
 
 
 def shipped_tile(arch: Architecture, kernel: str, dim: int) -> Tile:
@@ -61,7 +57,7 @@ def shipped_tile(arch: Architecture, kernel: str, dim: int) -> Tile:
 
 def why_pruned(arch: Architecture, kernel: str, tile: Tile, dim: int) -> str:
     """Why a tile need not be compiled; empty if it is to be."""
-    if shared_memory(arch, kernel, tile, columns(tile, dim), ITEMSIZE) > arch.shared_memory:
+    if shared_memory(arch, kernel, tile, dim, ITEMSIZE) > arch.shared_memory:
         return NO_MEMORY
     if accumulators(kernel, tile, dim) > REGISTERS_OF_A_THREAD:
         return NO_REGISTERS
@@ -70,7 +66,7 @@ def why_pruned(arch: Architecture, kernel: str, tile: Tile, dim: int) -> str:
 
 def accumulators(kernel: str, tile: Tile, dim: int) -> float:
     """Registers a thread of the float32 tiles that live at once: results, and S, and P beside dP."""
-    BM, BN, padded = tile.BM, tile.BN, columns(tile, dim)
+    BM, BN, padded = tile.BM, tile.BN, columns(dim, tile.width)
     elements = {
         "forward": BM * padded + BM * BN,
         "dkdv": 2 * BN * padded + 2 * BM * BN,
