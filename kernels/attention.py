@@ -53,9 +53,8 @@ def flash_attention(
         scale: of the scores; D ** -0.5 if None. Any finite number, up to 2.3586e38 in magnitude.
         return_lse: also return the natural logarithm of the sum of the exponentials of each row's
             scores; gradients flow through it too.
-        deterministic: False permits a faster backward whose sums have no fixed order, so that the last bits
-            of dq may differ from run to run. It is used where it is faster: on GPUs before Hopper, in 16 bit,
-            for head dimensions up to 128. `torch.use_deterministic_algorithms(True)` forbids it.
+        deterministic: False permits a backward whose sums have no fixed order. There is none today:
+            the gradients are the same bit for bit in every run either way.
         allow_tf32: let float32 products go through tensor cores with a 10-bit mantissa.
 
     Returns:
@@ -68,7 +67,7 @@ def flash_attention(
         RuntimeError: a device that the kernels do not run on; forward-mode differentiation.
     """
     if type(causal) is type(return_lse) is type(deterministic) is type(allow_tf32) is bool:
-        found = _again(q, k, v, causal, scale, allow_tf32, deterministic)
+        found = _again(q, k, v, causal, scale, allow_tf32)
         if found is not None:
             return found if return_lse else found[0]
     check_flags(causal=causal, return_lse=return_lse, deterministic=deterministic,
@@ -76,12 +75,12 @@ def flash_attention(
     check_tensors(q, k, v)
     check_no_tangents(q=q, k=k, v=v)
     scale = checked_scale(scale, q.shape[3])
-    out, lse = _forward(q, k, v, causal, scale, allow_tf32, deterministic)
+    out, lse = _forward(q, k, v, causal, scale, allow_tf32)
     return (out, lse) if return_lse else out
 
 
 def _again(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, allow_tf32: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, allow_tf32: bool
 ) -> tuple[Tensor, Tensor] | None:
     """A call like one before, which was checked; None if there is no plan of it."""
     if needs_operator(q, k, v) or not q.is_cuda or forward_ad._current_level >= 0:
@@ -95,7 +94,7 @@ def _again(
     if plan is None:
         return None
     if wants_gradients(q, k, v):
-        return _Attention.apply(q, k, v, causal, scale, allow_tf32, deterministic)
+        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
     return plan(inputs)
 
 
@@ -114,47 +113,43 @@ def _launched(
     return found
 
 
-def ordered(deterministic: bool) -> bool:
-    """Whether sums of the backward must have a fixed order."""
-    return deterministic or torch.are_deterministic_algorithms_enabled()
-
-
 def _launched_backward(
     d_out: Tensor | None, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, allow_tf32: bool, deterministic: bool, need_dq: bool, need_dkdv: bool,
+    causal: bool, scale: float, allow_tf32: bool, need_dq: bool, need_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same for the backward."""
-    options = causal, scale, allow_tf32, ordered(deterministic), need_dq, need_dkdv
     if not q.is_cuda or d_out is None:
-        return launch.backward(d_out, d_lse, q, k, v, out, lse, *options)
+        return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv)
     inputs = q, k, v, out, lse, d_out, d_lse
-    key = plans.key_of(inputs, *options)
+    key = plans.key_of(inputs, causal, scale, allow_tf32, need_dq, need_dkdv)
     plan = plans.known(key)
     found = plan(inputs) if plan is not None else None
     if found is None:
-        found = plans.kept(key, inputs, lambda: launch.backward(d_out, d_lse, q, k, v, out, lse, *options))
+        found = plans.kept(key, inputs, lambda: launch.backward(
+            d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv
+        ))  # fmt: skip
     return found
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
 ) -> tuple[Tensor, Tensor]:
     if needs_operator(q, k, v):
-        return _forward_operator(q, k, v, causal, scale, allow_tf32, deterministic)
+        return _forward_operator(q, k, v, causal, scale, allow_tf32)
     if wants_gradients(q, k, v):
-        return _Attention.apply(q, k, v, causal, scale, allow_tf32, deterministic)
+        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
     return _launched(q, k, v, causal, scale, allow_tf32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::flash_attention_forward", mutates_args=())
 def _forward_operator(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, allow_tf32: bool
 ) -> tuple[Tensor, Tensor]:
     return launch.forward(q, k, v, causal, scale, allow_tf32)
 
 
 @_forward_operator.register_fake
-def _(q, k, v, causal, scale, allow_tf32, deterministic):
+def _(q, k, v, causal, scale, allow_tf32):
     return launch.new_results(q, v)
 
 
@@ -170,21 +165,20 @@ def _backward_operator(
     causal: bool,
     scale: float,
     allow_tf32: bool,
-    deterministic: bool,
     need_dq: bool,
     need_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32,
-                           ordered(deterministic), need_dq, need_dkdv)  # fmt: skip
+    return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq,
+                           need_dkdv)  # fmt: skip
 
 
 @_backward_operator.register_fake
-def _(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, deterministic, need_dq, need_dkdv):
+def _(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv):
     return launch.new_gradients(q, k, v, need_dq, need_dkdv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.allow_tf32, ctx.deterministic = inputs
+    q, k, v, ctx.causal, ctx.scale, ctx.allow_tf32 = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -199,7 +193,7 @@ def gradients(
     found: tuple[Any, ...] = (None, None, None)
     if d_out is not None or d_lse is not None:
         dq, dk, dv = backward(d_out, d_lse, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.allow_tf32,
-                              ctx.deterministic, need_dq, need_dk or need_dv)  # fmt: skip
+                              need_dq, need_dk or need_dv)  # fmt: skip
         found = dq if need_dq else None, dk if need_dk else None, dv if need_dv else None
     return *found, *(None for _ in others)
 
@@ -225,7 +219,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _launched(*inputs[:-1])
+        output = _launched(*inputs)
         _save(ctx, inputs, output)
         return output
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .attention import NAMESPACE, gradients, ordered
+from .attention import NAMESPACE, gradients
 from .checks import (
     check_cu_seqlens,
     check_flags,
@@ -71,7 +71,7 @@ def flash_attention_varlen(
         scale: of the scores; D ** -0.5 if None. Any finite number, up to 2.3586e38 in magnitude.
         return_lse: also return the natural logarithm of the sum of the exponentials of each row's
             scores; gradients flow through it too.
-        deterministic: as for `flash_attention`.
+        deterministic: False permits a backward whose sums have no fixed order. There is none today.
         allow_tf32: let float32 products go through tensor cores with a 10-bit mantissa.
         validate: check the values of cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k too,
             for which the host waits for the device. Otherwise offsets that break the rules give wrong
@@ -98,7 +98,7 @@ def flash_attention_varlen(
     max_seqlen_k = checked_max_seqlen("max_seqlen_k", max_seqlen_k)
     scale = checked_scale(scale, q.shape[2])
     out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale,
-                        allow_tf32, deterministic, validate)  # fmt: skip
+                        allow_tf32, validate)  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -122,7 +122,6 @@ def _launched(
     causal: bool,
     scale: float,
     allow_tf32: bool,
-    deterministic: bool,
     validate: bool,
 ) -> tuple[Tensor, Tensor]:
     if validate:  # in here, for a compiler would drop an operator that gives nothing
@@ -143,7 +142,7 @@ _forward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, allow_tf32,
-      deterministic, validate):  # fmt: skip
+      validate):  # fmt: skip
     return launch.new_results(q, v)
 
 
@@ -160,13 +159,11 @@ def _launched_backward(
     causal: bool,
     scale: float,
     allow_tf32: bool,
-    deterministic: bool,
     need_dq: bool,
     need_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32,
-                           ordered(deterministic), need_dq, need_dkdv,
-                           Ragged(cu_seqlens_q, cu_seqlens_k))  # fmt: skip
+    return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq,
+                           need_dkdv, Ragged(cu_seqlens_q, cu_seqlens_k))  # fmt: skip
 
 
 _backward_operator = torch.library.custom_op(
@@ -175,13 +172,13 @@ _backward_operator = torch.library.custom_op(
 
 
 @_backward_operator.register_fake
-def _(d_out, d_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, causal, scale, allow_tf32, deterministic,
-      need_dq, need_dkdv):  # fmt: skip
+def _(d_out, d_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, causal, scale, allow_tf32, need_dq,
+      need_dkdv):  # fmt: skip
     return launch.new_gradients(q, k, v, need_dq, need_dkdv)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, _, ctx.causal, ctx.scale, ctx.allow_tf32, ctx.deterministic, _ = inputs
+    *tensors, _, _, ctx.causal, ctx.scale, ctx.allow_tf32, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 

@@ -30,24 +30,20 @@ from .numerics import (
     zeros,
 )
 from .position import key_tile, query_tile
-from .sums import prepare
 
 
 @triton.jit(do_not_specialize=STRIDES_AND_LENGTHS)
 def attention_delta(
-    Out, DOut, DLse, Lse, Delta, Lse2, Sums, CuSeqlens,
+    Out, DOut, DLse, Delta, CuSeqlens,
     stride_ob, stride_oh, stride_om, stride_od,
     stride_dob, stride_doh, stride_dom, stride_dod,
-    stride_dlb, stride_dlh, stride_dlm, stride_lb, stride_lh, stride_eb, stride_eh,
-    Hq, Sq, batch, n_sums, padded_rows,
-    DV: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
-    FUSED: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    stride_dlb, stride_dlh, stride_dlm, stride_lb, stride_lh,
+    Hq, Sq, batch, DV: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+    RAGGED: tl.constexpr, VECTOR: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
     """Delta (B, Hq, Sq), float32, its rows contiguous. Grid: B * Hq * ceil(Sq / BM).
 
-    FUSED: Delta and Lse2 (B, Hq, padded_rows), and Sums, as `sums.prepare` has them; Lse is that of the
-    forward, its strides stride_eb, stride_eh. A row need not know its sequence. Ragged: one batch entry of
-    all rows, as far as there are sequences.
+    A row need not know its sequence. Ragged: one batch entry of all rows, as far as there are sequences.
     """
     b, _, h, start_m, Sq, _ = query_tile(CuSeqlens, Hq, Sq, Sq, BM, False)
     if RAGGED:
@@ -66,13 +62,7 @@ def attention_delta(
     if HAS_DLSE:
         dlse_base = head_base(DLse, b, stride_dlb, h, stride_dlh, 1)
         delta -= tl.load(dlse_base + rows.to(tl.int64) * stride_dlm, mask=rows < Sq, other=0.0)
-    delta_base = head_base(Delta, b, stride_lb, h, stride_lh, 1)
-    if FUSED:
-        lse_base = head_base(Lse, b, stride_eb, h, stride_eh, 1)
-        lse2_base = head_base(Lse2, b, stride_lb, h, stride_lh, 1)
-        prepare(delta, lse_base, lse2_base, delta_base, Sums, n_sums, rows, start_m, Sq, padded_rows, BM)
-    else:
-        tl.store(delta_base + rows, delta, mask=rows < Sq)
+    tl.store(head_base(Delta, b, stride_lb, h, stride_lh, 1) + rows, delta, mask=rows < Sq)
 
 
 @triton.jit

@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 
 from . import backward as of_backward
-from . import backward_fused as of_backward_fused
 from . import forward as of_forward
 from . import ragged as of_ragged
 from .architecture import Architecture, effective_architecture
 from .launcher import Launcher
 from .ragged import FIELDS, SEQUENCES
-from .tiles import WHOLE, Tile, choose_tiles, columns
+from .tiles import WHOLE, Tile, choose_tiles
 
 attention_forward = Launcher(of_forward.attention_forward)
 attention_delta = Launcher(of_backward.attention_delta)
 attention_backward_dkdv = Launcher(of_backward.attention_backward_dkdv)
 attention_backward_dq = Launcher(of_backward.attention_backward_dq)
-attention_backward_fused = Launcher(of_backward_fused.attention_backward_fused)
-attention_round_dq = Launcher(of_backward_fused.attention_round_dq)
 list_tiles = Launcher(of_ragged.list_tiles)
 
 LARGEST_GRID = 2**31 - 1
@@ -69,8 +66,8 @@ def forward(
 
 def backward(
     d_out: Tensor | None, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, causal: bool, scale: float, allow_tf32: bool, deterministic: bool, need_dq: bool,
-    need_dkdv: bool, ragged: Ragged | None = None,
+    lse: Tensor, causal: bool, scale: float, allow_tf32: bool, need_dq: bool, need_dkdv: bool,
+    ragged: Ragged | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes and dtype of q, k, v, contiguous; those not needed have no elements."""
     arch = effective_architecture(q.device)
@@ -78,45 +75,20 @@ def backward(
     if d_out is None:
         d_out = q.new_zeros(()).expand(out.shape)
     tiles = choose_tiles(arch, q.shape[-1], v.shape[-1], q.element_size())
-    fused = tiles.fused if not deterministic and dq.numel() and dk.numel() and dv.numel() else None
-    sizes, arithmetic = _sizes(q, k), _arithmetic(arch, q, allow_tf32)
-    sums = _Sums.of(q, sizes, fused, ragged)
-    delta = torch.empty_like(lse) if fused is None or ragged is not None else lse.new_empty(
-        (*lse.shape[:2], sums.padded_rows))  # fmt: skip
-    lse2 = torch.empty_like(delta) if fused is not None else delta
+    delta = torch.empty_like(lse)
     sequences = ragged.cu_seqlens_q.numel() - 1 if ragged is not None else 0
+    sizes, arithmetic = _sizes(q, k), _arithmetic(arch, q, allow_tf32)
     with _device_of(q):
         if lse.numel():
             attention_delta[_grid("q", sizes.B * sizes.Hq, sizes.Sq, DELTA_ROWS)](
-                out, d_out, d_lse if d_lse is not None else delta, lse, delta, lse2, sums.memory,
+                out, d_out, d_lse if d_lse is not None else delta, delta,
                 ragged.cu_seqlens_q if ragged is not None else delta,
                 *_strides(out), *_strides(d_out),
                 *(_d_lse_strides(d_lse) if d_lse is not None else (0, 0, 0)), *_lse_strides(delta),
-                *_lse_strides(lse), sizes.Hq, sizes.Sq, sequences, sums.elements,
-                sizes.Sq if ragged is not None else sums.padded_rows,
-                DV=v.shape[-1], WIDTH=WHOLE, BM=DELTA_ROWS, HAS_DLSE=d_lse is not None,
-                FUSED=fused is not None, RAGGED=ragged is not None, VECTOR=_vector(out, d_out),
+                sizes.Hq, sizes.Sq, sequences, DV=v.shape[-1], WIDTH=WHOLE, BM=DELTA_ROWS,
+                HAS_DLSE=d_lse is not None, RAGGED=ragged is not None, VECTOR=_vector(out, d_out),
                 EMULATE_BF16=arithmetic["EMULATE_BF16"],
             )  # fmt: skip
-        if fused is not None:
-            tile = fused
-            listed, grid = _programs("k", k, sizes, tile.BN, ragged)
-            attention_backward_fused[grid](
-                q, k, v, d_out, lse2, delta, sums.memory, dk, dv, listed,
-                *_strides(q), *_strides(k), *_strides(v), *_strides(d_out), *_strides(dk), *_strides(dv),
-                *_lse_strides(delta), scale, sizes.Hkv, sizes.group, sizes.Sq, sizes.Sk, sums.padded_rows,
-                BM=tile.BM, BN=tile.BN, CAUSAL=causal, RAGGED=ragged is not None,
-                VECTOR=_vector(q, k, v, d_out, dk, dv), INTERPRETED=arch.interpreted,
-                **_dims(q, v, tile), **arithmetic, **_compilation(arch, q, tile),
-            )  # fmt: skip
-            listed, grid = _programs("q", q, sizes, DELTA_ROWS, ragged)
-            attention_round_dq[grid](
-                sums.memory, dq, listed, *_strides(dq), scale, sizes.Hq, sizes.Sq, sizes.Sk,
-                sums.padded_rows, D=q.shape[-1], WIDTH=tile.width, ROWS=DELTA_ROWS, BM=tile.BM,
-                CAUSAL=causal, RAGGED=ragged is not None, VECTOR=_vector(dq),
-                EMULATE_BF16=arithmetic["EMULATE_BF16"],
-            )  # fmt: skip
-            return dq, dk, dv
         if dk.numel() or dv.numel():
             tile = tiles.dkdv
             listed, grid = _programs("k", k, sizes, tile.BN, ragged)
@@ -198,28 +170,6 @@ def _lse_strides(lse: Tensor) -> tuple[int, int]:
 def _d_lse_strides(d_lse: Tensor) -> tuple[int, ...]:
     """Of batch entry, head, row."""
     return (d_lse.stride(1), *d_lse.stride()) if d_lse.ndim == 2 else d_lse.stride()
-
-
-# ---------------------------------------------------------------- sums of dq
-
-
-class _Sums(NamedTuple):
-    """Of the fused backward: float32, in whole tiles of query rows; how many in all, and the rows of a head.
-    Where it is not fused nobody reads them."""
-
-    memory: Tensor
-    elements: int
-    padded_rows: int
-
-    @staticmethod
-    def of(q: Tensor, sizes: _Sizes, tile: Tile | None, ragged: Ragged | None) -> _Sums:
-        if tile is None:
-            return _Sums(q, 0, 0)
-        tiles = -(-sizes.Sq // tile.BM)
-        if ragged is not None:  # each sequence begins with a tile of its own
-            tiles = sizes.Sq // tile.BM + ragged.cu_seqlens_q.numel()
-        elements = sizes.B * sizes.Hq * tiles * tile.BM * columns(q.shape[-1], tile.width)
-        return _Sums(q.new_empty(elements, dtype=torch.float32), elements, tiles * tile.BM)
 
 
 # ---------------------------------------------------------------- which programs

@@ -6,9 +6,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 STRIDES_AND_LENGTHS = [
-    *(f"stride_{tensor}{dim}" for tensor in ("q", "o", "do", "dq", "dl", "l", "e") for dim in "bhmd"),
+    *(f"stride_{tensor}{dim}" for tensor in ("q", "o", "do", "dq", "dl", "l") for dim in "bhmd"),
     *(f"stride_{tensor}{dim}" for tensor in ("k", "v", "dk", "dv") for dim in "bhnd"),
-    "Hq", "Hkv", "group", "Sq", "Sk", "batch", "n_sums", "padded_rows",
+    "Hq", "Hkv", "group", "Sq", "Sk", "batch",
 ]  # fmt: skip
 """Integer arguments that a kernel is not compiled anew for; see `row_pointers`."""
 

@@ -16,7 +16,7 @@ def query_tile(Tiles, Hq, Sq, Sk, BM: tl.constexpr, RAGGED: tl.constexpr):
     """Batch entry of q and of k, head, first row of the tile, Sq, Sk: the tile of query rows of a program."""
     program = tl.program_id(0)
     if RAGGED:
-        start_m, first_q, n_q, first_k, n_k, _ = listed_tile(Tiles, program // Hq)
+        start_m, first_q, n_q, first_k, n_k = listed_tile(Tiles, program // Hq)
         return first_q, first_k, (program % Hq).to(tl.int64), start_m, n_q, n_k
     else:
         n_tiles = tl.cdiv(Sq, BM)
@@ -32,7 +32,7 @@ def key_tile(Tiles, Hkv, Sq, Sk, BN: tl.constexpr, RAGGED: tl.constexpr):
     """Batch entry of q and of k, KV head, first key of the tile, Sq, Sk: the tile of keys of a program."""
     program = tl.program_id(0)
     if RAGGED:
-        start_n, first_k, n_k, first_q, n_q, _ = listed_tile(Tiles, program // Hkv)
+        start_n, first_k, n_k, first_q, n_q = listed_tile(Tiles, program // Hkv)
         return first_q, first_k, (program % Hkv).to(tl.int64), start_n, n_q, n_k
     else:
         n_tiles = tl.cdiv(Sk, BN)

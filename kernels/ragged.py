@@ -14,7 +14,7 @@ theirs is read.
 import triton
 import triton.language as tl
 
-FIELDS = tl.constexpr(6)
+FIELDS = tl.constexpr(5)
 """Of an entry, int32: first row of the tile within its sequence, the sequence's first row and length, and
 the first row and length of the same sequence on the other side. All 0: no tile."""
 
@@ -76,7 +76,6 @@ def list_tiles(Tiles, CuSeqlens, CuSeqlensOther, batch, total, total_other, n_ti
         tl.store(entry + 2, length + 0 * i, mask=inside)
         tl.store(entry + 3, first_other + 0 * i, mask=inside)
         tl.store(entry + 4, length_other + 0 * i, mask=inside)
-        tl.store(entry + 5, s + 0 * i, mask=inside)
     if s == batch:
         for rest in range(all_tiles * FIELDS, n_tiles * FIELDS, BLOCK):
             free = rest + tl.arange(0, BLOCK)
@@ -85,9 +84,8 @@ def list_tiles(Tiles, CuSeqlens, CuSeqlensOther, batch, total, total_other, n_ti
 
 @triton.jit
 def listed_tile(Tiles, number):
-    """An entry of the table: first row of the tile, first row and length on either side, which sequence."""
+    """An entry of the table: first row of the tile, then first row and length on either side."""
     entry = Tiles + number.to(tl.int64) * FIELDS
     first, length = tl.load(entry + 1), tl.load(entry + 2)
     first_other, length_other = tl.load(entry + 3), tl.load(entry + 4)
-    start, s = tl.load(entry), tl.load(entry + 5)
-    return start, first.to(tl.int64), length, first_other.to(tl.int64), length_other, s
+    return tl.load(entry), first.to(tl.int64), length, first_other.to(tl.int64), length_other

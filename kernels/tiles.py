@@ -38,13 +38,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the kernels: forward, dK/dV, dQ, and the fused backward, which may stand for the last two;
-    None where it is not faster."""
+    """The tiles of the three kernels: forward, dK/dV, dQ."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
-    fused: Tile | None = None
 
 
 Table = dict[str, dict[int, list[tuple[int, ...]]]]
@@ -72,7 +70,9 @@ _HALF: Table = {
         80: [(64, 64, 4, 2, 64)],
         96: [(64, 64, 4, 2, 32)],
         128: [(32, 64, 4, 2, 64)],
+        160: [(32, 64, 4, 2, 64)],
         192: [(64, 32, 4, 2, 64)],
+        224: [(32, 16, 4, 2, 64)],
         256: [(64, 32, 4, 2, 64), (32, 32, 4, 2, 64)],
     },
     "dq": {
@@ -81,17 +81,9 @@ _HALF: Table = {
         64: [(128, 32, 4, 3)],
         80: [(128, 32, 4, 3, 64)],
         96: [(128, 32, 4, 3, 32)],
-        128: [(128, 32, 4, 3, 64), (64, 32, 4, 3, 64)],
+        128: [(128, 32, 4, 3, 32), (64, 32, 4, 3, 64)],
         192: [(64, 64, 4, 2, 64), (64, 32, 4, 2, 64)],
         256: [(64, 32, 4, 2, 64), (64, 16, 4, 2, 64)],
-    },
-    "fused": {
-        16: [(64, 64, 4, 2)],
-        32: [(64, 64, 4, 2)],
-        64: [(64, 64, 4, 2)],
-        80: [(64, 64, 4, 2, 64)],
-        96: [(64, 128, 8, 2, 32)],
-        128: [(32, 64, 4, 2, 64)],
     },
 }
 
@@ -122,14 +114,14 @@ _SINGLE: Table = {
 
 # On sm_90 products run from shared memory while they are waited for, so that Q takes no registers: smaller
 # tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products. At
-# the largest head dimensions one block of 8 warps is ahead. There is no fused backward: the pair is faster.
+# the largest head dimensions one block of 8 warps is ahead.
 _HALF_SM90: Table = {
     "forward": {
         16: [(128, 64, 4, 3)],
         32: [(128, 64, 4, 3)],
         64: [(128, 64, 4, 3)],
         80: [(64, 64, 4, 3, 64)],
-        96: [(64, 64, 4, 3, 64)],
+        96: [(64, 128, 4, 2, 64)],
         128: [(64, 64, 4, 3)],
         192: [(128, 64, 8, 3, 64)],
         256: [(128, 64, 8, 2, 128)],
@@ -150,7 +142,7 @@ _HALF_SM90: Table = {
         64: [(64, 64, 4, 3)],
         80: [(64, 64, 4, 3, 64)],
         96: [(64, 64, 4, 3, 64)],
-        128: [(64, 64, 4, 2)],
+        128: [(128, 64, 8, 3)],
         192: [(128, 64, 8, 2, 128)],
         256: [(64, 64, 4, 2, 128)],
     },
@@ -166,8 +158,7 @@ TABLES: dict[str, Table] = {
 # The interpreter takes a millisecond an operation whatever the size: small tiles, so that short (cheap)
 # sequences span several of them; BM and BN differ, so that a mix-up shows; and slices of 32 columns, so that
 # small head dimensions have several too.
-_INTERPRETER = {"forward": (32, 16, 1, 1, 32), "dkdv": (16, 32, 1, 1, 32), "dq": (32, 16, 1, 1, 32),
-                "fused": (16, 32, 1, 1, 32)}  # fmt: skip
+_INTERPRETER = {"forward": (32, 16, 1, 1, 32), "dkdv": (16, 32, 1, 1, 32), "dq": (32, 16, 1, 1, 32)}
 
 
 def columns(dim: int, width: int) -> int:
@@ -189,7 +180,6 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, head_dim: int, it
         "forward": (2 * BN * dim, BM * dim + BM * BN),
         "dkdv": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim)),
         "dq": (2 * BN * dim, 2 * BM * dim + BN * max(BM, dim)),
-        "fused": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim) + BM * BN),
     }[kernel]
     return itemsize * (buffers * ring + kept) + 32 * BM
 
@@ -217,9 +207,4 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
             f" shared memory of {arch.name}"
         )
 
-    fused = dim <= max(table.get("fused", {}), default=0)
-    return Tiles(
-        *(first_that_fits(kernel) for kernel in ("forward", "dkdv", "dq")),
-        fused=first_that_fits("fused") if fused else None,
-    )
-
+    return Tiles(*(first_that_fits(kernel) for kernel in ("forward", "dkdv", "dq")))

@@ -7,7 +7,8 @@ often a loop executes it; registers and spills are of the assembled code.
 
 A register that is spilled outside of the loops over tiles is stored and loaded once a program, or once a head
 of a group. That costs nothing that can be measured, and some of the fastest tiles do it. Within such a loop
-it moves through memory for every tile: that is red unless it is listed with a reason (`SPILLS`).
+it moves through memory for every tile: that is red unless it is listed with a reason (`SPILLS`), such as that
+every tile without it was slower; and red whatever the reason, if it is more than a little.
 """
 
 from __future__ import annotations
@@ -56,18 +57,72 @@ THREADS = 1024
 WGMMA_ROWS = 64
 """wgmma takes no fewer rows: a smaller tile is multiplied by mma.sync on sm_90 too."""
 
+MOST_SPILLED_IN_A_LOOP = 96
+"""Instructions that move what is spilled, in one innermost loop: more are red, whatever their reason, except
+where rows allow no 16-byte accesses."""
+
+
+class Spills(NamedTuple):
+    """Configurations that may spill within a loop over tiles, and why.
+
+    Attributes:
+        why: the reason.
+        kernels, chips: whose they are.
+        dims: head dimensions, the larger of D and Dv, from the smallest to the largest.
+        unaligned: whether the rows allow no 16-byte accesses. All are of 16 bits.
+    """
+
+    why: str
+    kernels: tuple[str, ...]
+    chips: tuple[str, ...]
+    dims: tuple[int, int] = (16, WHOLE)
+    unaligned: bool = False
+
+    def part(self, words: Words) -> str:
+        """Those of them that have the kernel and chip of a configuration, in words."""
+        path = ", unaligned" if self.unaligned else ""
+        return f"{words.kernel} on {words.chip}, D = {self.dims[0]} to {self.dims[1]}{path}"
+
+    def has(self, words: Words) -> bool:
+        """Whether a configuration is one of them."""
+        return (
+            words.kernel in self.kernels
+            and words.chip in self.chips
+            and self.dims[0] <= words.dim <= self.dims[1]
+            and self.unaligned == ("unaligned" in words.path)
+            and words.arithmetic in ("float16", "bfloat16")
+        )
+
+
 _ELEMENT_BY_ELEMENT = (
     "rows that allow no 16-byte accesses: each element is loaded by itself, through a pointer of its own, and"
     " waits in a register, since cp.async copies no less than 4 bytes; meant to be right, not to be fast"
 )
-SPILLS = {
-    **{
-        f"{kernel}-{chip}-float16-D128-unaligned": _ELEMENT_BY_ELEMENT
-        for kernel in ("forward", "dkdv", "dq")
-        for chip in SHARED_MEMORY
-    },
-}
-"""Configurations that may spill within a loop over tiles, by name, and why."""
+_AHEAD = (
+    "measured ahead of every tile of the sweep that does not spill, on an H200"
+    " (reports/baselines/tiles-h200-*.md)"
+)
+_LIKE_SM80 = "the tile that is ahead on sm_80, or the next one that fits; not timed on this chip"
+_LESS_MEMORY = ("sm86", "sm89")
+SPILLS = [
+    Spills(_ELEMENT_BY_ELEMENT, ("forward", "dkdv", "dq"), tuple(SHARED_MEMORY), unaligned=True),
+    # Of whole entries of the tile table; what was measured is the largest head dimension of each.
+    Spills(_AHEAD, ("forward",), ("sm80",), (81, 256)),
+    Spills(_AHEAD, ("dkdv",), ("sm80",), (129, 256)),
+    Spills(_AHEAD, ("dq",), ("sm80",), (97, 256)),
+    Spills(_AHEAD, ("forward",), ("sm90",), (33, 64)),
+    Spills(_AHEAD, ("dkdv",), ("sm90",), (97, 256)),
+    Spills(_AHEAD, ("dq",), ("sm90",), (193, 256)),
+    Spills(_LIKE_SM80, ("forward",), _LESS_MEMORY, (81, 256)),
+    Spills(_LIKE_SM80, ("dq",), _LESS_MEMORY, (129, 256)),
+]
+"""What may spill within a loop over tiles; the first that has a configuration gives its reason."""
+
+
+def reason_of(words: Words) -> Spills | None:
+    """Why a configuration may spill within a loop over tiles; None if nobody has accounted for it."""
+    return next((those for those in SPILLS if those.has(words)), None)
+
 
 DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 """Head dimensions that have tiles of their own: on the page others stand apart."""
@@ -86,6 +141,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         stack: bytes of stack of a thread: what is spilled, wherever it is.
         spilled_in_loops: instructions in loops over tiles, of the assembled code, that load or store what is
             spilled.
+        spilled_in_a_loop: those of the loop that has most.
         mma, wgmma: instructions of tensor cores: synchronous (mma.sync), asynchronous ones of a warp group.
         tf32: those of them whose operands are TF32.
         cp_async_16, cp_async: asynchronous copies of 16 bytes, and of 4 or 8.
@@ -107,6 +163,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     registers: int
     stack: int = 0
     spilled_in_loops: int = 0
+    spilled_in_a_loop: int = 0
     mma: int = 0
     wgmma: int = 0
     tf32: int = 0
@@ -256,6 +313,7 @@ def entry(program: Program) -> Entry:
         registers=program.registers,
         stack=program.stack,
         spilled_in_loops=program.spilled_in_loops,
+        spilled_in_a_loop=program.spilled_in_a_loop,
         **{name: len(re.findall(pattern, program.ptx)) for name, pattern in _COUNTED.items()},
     )
 
@@ -281,7 +339,7 @@ def write(found: Resources, path: Path) -> list[Path]:
 # ---------------------------------------------------------------- what must hold
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """The words of a configuration's name; `path` is what else is special: "", "full", "ragged", ..."""
 
     kernel: str
@@ -291,7 +349,7 @@ class _Words(NamedTuple):
     path: str
 
     @staticmethod
-    def of(name: str) -> _Words:
+    def of(name: str) -> Words:
         words = [*name.split("-", 4), ""]
         if not 5 <= len(words) <= 6 or words[1] not in SHARED_MEMORY:
             chips = ", ".join(SHARED_MEMORY)
@@ -299,7 +357,12 @@ class _Words(NamedTuple):
                 f"{name!r} is no configuration: kernel-chip-arithmetic-D64[-path], the chip one of {chips}"
             )
         kernel, chip, arithmetic, shape, path = words[:5]
-        return _Words(kernel, chip, arithmetic, shape, path)
+        return Words(kernel, chip, arithmetic, shape, path)
+
+    @property
+    def dim(self) -> int:
+        """The larger of D and Dv."""
+        return max(map(int, self.shape[1:].split("x")))
 
 
 def limits(found: Resources) -> list[Difference]:
@@ -309,14 +372,21 @@ def limits(found: Resources) -> list[Difference]:
         ReportError: if a name is not that of a configuration.
     """
     made = [Difference(f"{name}: cannot be compiled: {why}", True) for name, why in found.failed.items()]
+    listed: dict[str, bool] = {}
     for name, of in found.entries.items():
         made += limits_of(name, of)
+        words = Words.of(name)
+        if (those := reason_of(words)) is not None:
+            which = those.part(words)
+            listed[which] = listed.get(which, False) or of.spilled_in_loops > 0
+    what = "spills in no loop over tiles any more; reports.resources.SPILLS need not list it"
+    made += [Difference(f"{which}: {what}", False) for which, spills in listed.items() if not spills]
     return made
 
 
 def limits_of(name: str, of: Entry) -> list[Difference]:
     """The limits of one configuration."""
-    words = _Words.of(name)
+    words = Words.of(name)
     most, threads = SHARED_MEMORY[words.chip], 32 * of.warps
     broken = []
     if of.shared > most:
@@ -328,21 +398,23 @@ def limits_of(name: str, of: Entry) -> list[Difference]:
         broken.append(f"{of.registers} registers a thread; there are {REGISTERS_OF_A_THREAD}")
     if threads > THREADS:
         broken.append(f"{threads} threads; a block has at most {THREADS}")
-    if of.spilled_in_loops and name not in SPILLS:
+    why = reason_of(words)
+    if of.spilled_in_loops and why is None:
         broken.append(
             f"{of.spilled_in_loops} instructions in loops over tiles move what is spilled;"
             " reports.resources.SPILLS gives no reason why"
         )
+    if of.spilled_in_a_loop > MOST_SPILLED_IN_A_LOOP and not (why is not None and why.unaligned):
+        broken.append(
+            f"{of.spilled_in_a_loop} instructions in one loop over tiles move what is spilled;"
+            f" {MOST_SPILLED_IN_A_LOOP} are allowed"
+        )
     if of.BN:
         broken += _missing_instructions(words, of)
-    made = [Difference(f"{name}: {what}", True) for what in broken]
-    if name in SPILLS and not of.spilled_in_loops:
-        what = "spills in no loop over tiles any more; reports.resources.SPILLS need not list it"
-        made.append(Difference(f"{name}: {what}", False))
-    return made
+    return [Difference(f"{name}: {what}", True) for what in broken]
 
 
-def _missing_instructions(words: _Words, of: Entry) -> Iterable[str]:
+def _missing_instructions(words: Words, of: Entry) -> Iterable[str]:
     """What the tiles were chosen for and is not there."""
     if "unaligned" not in words.path:
         if not of.ld_global_16:
@@ -372,7 +444,7 @@ def _missing_instructions(words: _Words, of: Entry) -> Iterable[str]:
 
 # ---------------------------------------------------------------- what has changed
 
-_WORSE_IF_MORE = ("shared", "registers", "stack", "spilled_in_loops")
+_WORSE_IF_MORE = ("shared", "registers", "stack", "spilled_in_loops", "spilled_in_a_loop")
 _WORSE_IF_FEWER = ("mma", "wgmma", "tf32", "cp_async_16", "cp_async", "tma")
 _OTHERS = tuple(
     name for name in Entry.__struct_fields__
@@ -452,7 +524,7 @@ def markdown(found: Resources) -> str:
     """
     rows: dict[tuple[str, str, str, str], dict[str, Entry]] = {}
     for name, of in found.entries.items():
-        words = _Words.of(name)
+        words = Words.of(name)
         rows.setdefault((words.kernel, words.arithmetic, words.shape, words.path), {})[words.chip] = of
     lines = [
         "### What the kernels take, compiled offline",
@@ -460,9 +532,10 @@ def markdown(found: Resources) -> str:
         f"Implementation {found.implementation}, Triton {found.triton}, ptxas {found.ptxas}:"
         f" {len(found.entries)} configurations.",
         "Tile: BM x BN, warps (w), stages (s), columns of a slice of the head dimension (c) where there are"
-        " several. KiB: shared memory of a block. reg: registers of a thread, bytes that are spilled, and in"
-        " brackets the instructions in loops over tiles that move them, where there are any. TC: instructions"
-        " of tensor cores, mma.sync, or wgmma where marked w. cp: asynchronous copies of 16 bytes."
+        " several. KiB: shared memory of a block. reg: registers"
+        " of a thread, bytes that are spilled, and in brackets the instructions in loops over tiles that move"
+        " them, where there are any. TC: instructions of tensor cores, mma.sync, or wgmma where marked w."
+        " cp: asynchronous copies of 16 bytes."
         " Instructions are counted in the PTX, those that move what is spilled in the assembled code, each as"
         " often as it stands there, however often a loop executes it.",
         "",
@@ -491,10 +564,15 @@ def _spills(entries: Mapping[str, Entry]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, of in spilling.items():
         if of.spilled_in_loops:
-            told = f"{name} ({of.stack} B, {of.spilled_in_loops} instructions)"
-            reasons.setdefault(SPILLS.get(name, "no reason is known"), []).append(told)
+            those = reason_of(Words.of(name))
+            reasons.setdefault(those.why if those is not None else "no reason is known", []).append(name)
     lines = ["", "What is spilled, and why:", ""]
-    lines += [f"- In loops over tiles: {', '.join(names)}: {why}." for why, names in reasons.items()]
+    for why, names in reasons.items():
+        most = max(names, key=lambda name: entries[name].spilled_in_a_loop)
+        lines.append(
+            f"- In loops over tiles: {why}. {len(names)} configuration{'s' * (len(names) > 1)}, with at most"
+            f" {entries[most].spilled_in_a_loop} instructions in a loop ({most})."
+        )
     outside = {name: of.stack for name, of in spilling.items() if not of.spilled_in_loops}
     if outside:
         most = max(outside, key=lambda name: outside[name])
@@ -523,7 +601,7 @@ def _table(rows: Mapping[tuple[str, str, str, str], Mapping[str, Entry]]) -> lis
     head = ["kernel", "arithmetic", "D", *(f"{chip} {group}" for chip in SHARED_MEMORY for group in groups)]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|" + "---|---:|---:|---:|---:|" * len(SHARED_MEMORY)]
     for (kernel, arithmetic, shape, path), chips in sorted(rows.items(), key=lambda row: _position(row[0])):
-        special = f" {path}" if path == "unaligned" else ""
+        special = " unaligned" if path == "unaligned" else ""
         cells = [cell for chip in SHARED_MEMORY for cell in _cells(chips.get(chip), len(groups))]
         lines.append(f"| {' | '.join([kernel, arithmetic, shape[1:] + special, *cells])} |")
     return lines
@@ -552,7 +630,7 @@ def _extremes(entries: Mapping[str, Entry]) -> list[str]:
         "|---|---:|---|---|---:|---:|",
     ]
     for chip, most in SHARED_MEMORY.items():
-        own = {name: of for name, of in entries.items() if _Words.of(name).chip == chip}
+        own = {name: of for name, of in entries.items() if Words.of(name).chip == chip}
         if not own:
             continue
         large = max(own, key=lambda name: own[name].shared)

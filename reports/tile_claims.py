@@ -13,7 +13,7 @@ from .tiles import TileEntry, TileSweep, groups, shipped_of
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The best tile of a kernel and head dimension that spills nothing, against the shipped one.
+    """The best tile of a kernel and head dimension against the shipped one.
 
     Attributes:
         kernel, dim: whose.
@@ -42,8 +42,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 def claim(entries: Sequence[TileEntry], control: Mapping[str, Sequence[float]]) -> Claim | None:
     """What can be claimed of the best tile of a kernel and head dimension; None if nothing was compared.
 
-    The final rounds decide, which no tile was chosen by: the smallest of many medians is too small. What
-    spills is left out: it could not be shipped.
+    The final rounds decide, which no tile was chosen by: the smallest of many medians is too small. A tile
+    that spills is one like others: if it is ahead all the same, it may be shipped, with its reason
+    (`reports.resources.SPILLS`).
 
     Args:
         entries: all of the kernel and head dimension.
@@ -53,7 +54,7 @@ def claim(entries: Sequence[TileEntry], control: Mapping[str, Sequence[float]]) 
         ValueError: if a time of the final rounds is not greater than 0.
     """
     shipped = shipped_of(entries)
-    others = [entry for entry in entries if entry.final and not entry.shipped and not entry.spilled]
+    others = [entry for entry in entries if entry.final and not entry.shipped]
     if shipped is None or not others:
         return None
     best = min(others, key=lambda entry: statistics.median(_by_round(entry.final)))

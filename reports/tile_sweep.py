@@ -124,9 +124,9 @@ def _for_the_tile_table(sweep: TileSweep) -> list[str]:
     if not found:
         return [*lines, "Nothing was compared."]
     lines += [
-        "The best tile without spills but the shipped one, timed again in rounds of their own against the"
-        " shipped one: ratio of the shipped one's time to its own, by round, with an interval for the median"
-        " (`tests.speed.pairs`).",
+        "The best tile but the shipped one, timed again in rounds of their own against the shipped one: ratio"
+        " of the shipped one's time to its own, by round, with an interval for the median"
+        " (`tests.speed.pairs`). Bytes that are spilled stand behind a tile that spills.",
         "",
         "| kernel | D | shipped | best other | ratio | by problem | the other is |",
         "|---|---:|---|---|---|---|---|",
@@ -135,8 +135,8 @@ def _for_the_tile_table(sweep: TileSweep) -> list[str]:
         by_problem = "; ".join(f"{name} {ratio.median:.3f}" for name, ratio in of.by_problem.items())
         ratio = str(of.ratio) if of.ratio is not None else "too few rounds"
         lines.append(
-            f"| {of.kernel} | {of.dim} | {of.shipped.name} | {of.best.name} | {ratio} | {by_problem}"
-            f" | {of.verdict} |"
+            f"| {of.kernel} | {of.dim} | {of.shipped.name}{_spills(of.shipped)} |"
+            f" {of.best.name}{_spills(of.best)} | {ratio} | {by_problem} | {of.verdict} |"
         )
     better = [of for of in found if of.verdict == FASTER]
     if not better:
@@ -145,10 +145,14 @@ def _for_the_tile_table(sweep: TileSweep) -> list[str]:
     lines.append("```python")
     for kernel in dict.fromkeys(of.kernel for of in better):
         lines.append(f'"{kernel}": {{')
-        lines += [f"    {of.line}  # {of.ratio} against {of.shipped.tile}" for of in better
-                  if of.kernel == kernel]  # fmt: skip
+        lines += [f"    {of.line}  # {of.ratio} against {of.shipped.tile}{_spills(of.best)}"
+                  for of in better if of.kernel == kernel]  # fmt: skip
         lines.append("},")
     return [*lines, "```"]
+
+
+def _spills(entry: TileEntry) -> str:
+    return f", spills {entry.spilled} B" if entry.spilled else ""
 
 
 def write(sweep: TileSweep, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -356,7 +355,7 @@ def load(spec: str | None, manifest: str | None = None) -> Implementation:
 
         return load_manifest(manifest, spec)
     if spec is None or spec == OWN:
-        return own()
+        return _own()
     from . import backends  # the same
 
     if spec in backends.NAMES:
@@ -490,8 +489,7 @@ def native_path(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-def own(name: str = OWN, deterministic: bool = True) -> Implementation:
-    """This project's kernels; without `deterministic` with the backward whose sums have no fixed order."""
+def _own() -> Implementation:
     from kernels import effective_architecture, flash_attention, flash_attention_varlen
     from kernels.checks import LARGEST_SCALE
     from kernels.tiles import choose_tiles
@@ -503,19 +501,15 @@ def own(name: str = OWN, deterministic: bool = True) -> Implementation:
     def tiles(case: Case, device: torch.device) -> Tiles:
         itemsize = getattr(torch, case.dtype).itemsize
         chosen = choose_tiles(effective_architecture(device), case.dim, case.dim_v, itemsize)
-        dkdv, dq = chosen.dkdv, chosen.dq
-        if not deterministic and chosen.fused is not None:
-            dkdv = dq = chosen.fused
         return Tiles(**{
             kernel: (tile.BM, tile.BN)
-            for kernel, tile in (("forward", chosen.forward), ("dkdv", dkdv), ("dq", dq))
+            for kernel, tile in (
+                ("forward", chosen.forward), ("dkdv", chosen.dkdv), ("dq", chosen.dq)
+            )
         })  # fmt: skip
 
-    claims = replace(EVERY_CASE, largest_scale=LARGEST_SCALE, deterministic_backward=deterministic)
-    functions = flash_attention, flash_attention_varlen
-    if not deterministic:
-        functions = tuple(functools.partial(function, deterministic=False) for function in functions)
-    return Implementation(name, functions[0], claims, path, tiles, functions[1])
+    claims = replace(EVERY_CASE, largest_scale=LARGEST_SCALE)
+    return Implementation(OWN, flash_attention, claims, path, tiles, flash_attention_varlen)
 
 
 def environment(path: str) -> Mapping[str, str]:

@@ -1,7 +1,6 @@
 """Attention that others have written, by name: what `--impl` takes beside a callable.
 
     triton                                      this project's own kernels, the default
-    triton-unordered                            the same with deterministic=False
     pytorch                                     the definition in PyTorch, in float32; needs no GPU
     sdpa-flash -efficient -cudnn -math          PyTorch's scaled_dot_product_attention
     flex                                        PyTorch's FlexAttention
@@ -21,14 +20,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..implementations import EVERY_CASE, OWN, Implementation, ImplementationError, native_path, own
+from ..implementations import EVERY_CASE, OWN, Implementation, ImplementationError, native_path
 from . import emulated, flex, packages, plain, sdpa
 from .sdpa import REFUSED
 
 __all__ = ["BUILT_IN", "EMULATION", "NAMES", "REFUSED", "TRITON", "available", "load"]
 
 EMULATION = "emulation"
-UNORDERED = "triton-unordered"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ def _plain(name: str) -> Implementation:
 
 
 _ENTRIES = {
-    UNORDERED: _Entry(lambda name: own(name, deterministic=False)),
     "pytorch": _Entry(_plain),
     **{name: _Entry(sdpa.load, device="cuda") for name in sdpa.BACKENDS},
     "sdpa-math": _Entry(sdpa.load),
@@ -67,10 +64,10 @@ _ENTRIES = {
 }
 
 NAMES = tuple(_ENTRIES)
-"""What there is beside `OWN`."""
+"""What is not this project's own."""
 
 BUILT_IN = (OWN, *NAMES)
-TRITON = frozenset({OWN, UNORDERED, "flex"})
+TRITON = frozenset({OWN, "flex"})
 """Those whose code Triton generates, for another architecture too if it is told so."""
 
 

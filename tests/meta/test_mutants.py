@@ -88,7 +88,8 @@ LAUNCH = '    """One program for each tile of `rows` rows of each head of each b
     ids=lambda value: value.new.strip()[:40] if isinstance(value, Change) else value,
 )
 def test_each_outcome_is_told_apart(outcome: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(runner.HANG, "cpu", 20)
+    if outcome == "hang":  # else a heavy case on a machine that others use too is taken for one
+        monkeypatch.setitem(runner.HANG, "cpu", 20)
     mutant = Mutant("planted", "tails and bounds", "Something.", (change,), WITNESS)
     score = look_for(mutant, Options(seconds=20, quick=True, laws=False))
     assert score.outcome == outcome, score.trouble

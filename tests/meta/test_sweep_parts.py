@@ -67,7 +67,7 @@ def test_slices_are_as_wide_as_gives_another_kernel() -> None:
         (WHOLE,), (WHOLE,), (64, WHOLE), (32, 64, WHOLE), (64, WHOLE), (64, 128, WHOLE), (64, 128, WHOLE)
     ]  # fmt: skip
     assert [widths(AMPERE, dim) for dim in (64, 96, 128, 192, 256)] == [
-        (WHOLE,), (32, 64, WHOLE), (64, WHOLE), (64, 128), (64, 128)
+        (WHOLE,), (32, 64, WHOLE), (32, 64, WHOLE), (64, 128), (64, 128)
     ]  # fmt: skip
     assert [columns(80, width) for width in (16, 32, 64, WHOLE)] == [80, 80, 80, 128]
     assert [columns(192, width) for width in (64, 128, WHOLE)] == [192, 192, 256]

@@ -180,6 +180,8 @@ TABLE = (
 )
 OTHERS = (
     *_table(96, (2048, 8192), heads=16),
+    Problem(8, 16, 16, DENSE, 80),
+    Problem(8, 10, 10, DENSE, 192),
     Problem(8, 32, 4, DENSE, 64),
     Problem(8, 32, 4, DENSE, 128),
     *(Problem(SEQUENCES, 16, 16, TOKENS, dim, kind=kind) for dim in (64, 128) for kind in LENGTHS),

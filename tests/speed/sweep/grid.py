@@ -35,10 +35,11 @@ def grid(arch: Architecture, kernel: str, dim: int, quick: bool = False) -> list
 def widths(arch: Architecture, dim: int) -> tuple[int, ...]:
     """Columns of a slice: whole, and 64 and 128 where those are several; 32 if only that makes equal ones.
 
-    Before sm_90 operands wait in registers: there more than 128 columns at a time are not looked at.
+    Before sm_90 operands wait in registers: there more than 128 columns at a time are not looked at, and 32
+    are for 128 too.
     """
     several = tuple(width for width in (64, 128) if width < dim)
-    if several and dim % 64 == 32:
+    if several and (dim % 64 == 32 or (arch.capability < 90 and dim == 128)):
         several = (32, *several)
     if arch.capability < 90 and dim > 128:
         return several

@@ -29,10 +29,6 @@ class Outcome:
     def time(self) -> float:
         return typical(self.seconds)
 
-    @property
-    def spills(self) -> bool:
-        return any(program.spilled for program in self.programs.values())
-
 
 def entry(kernel: str, dim: int, tile: Tile, shipped: bool, of: Outcome, chips: Sequence[int]) -> TileEntry:
     """A tile's.

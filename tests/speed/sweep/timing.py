@@ -204,12 +204,10 @@ class GroupTiming:
                     break
 
     def _final_rounds(self) -> None:
-        """Of the best without spills, the best that spills if that is faster, and the shipped one, twice."""
+        """Of the best, and of the shipped one, twice."""
         right = [tile for tile, of in self.outcomes.items() if of.status == MEASURED]
         ranked = sorted(right, key=lambda tile: self.outcomes[tile].time)
-        others = [tile for tile in ranked if tile != self.group.shipped]
-        best = [tile for tile in others if not self.outcomes[tile].spills][:FINALISTS]
-        best += [tile for tile in others[:1] if tile not in best]
+        best = [tile for tile in ranked if tile != self.group.shipped][:FINALISTS]
         if self.group.shipped not in right or not best:
             return
         turns = [(tile, self.outcomes[tile].final) for tile in (self.group.shipped, *best)]
