@@ -102,13 +102,15 @@ _AHEAD = (
     "measured ahead of every tile of the sweep that does not spill, on an H200"
     " (reports/baselines/tiles-h200-*.md)"
 )
+_LEAST = "between head dimensions that were timed: compiled only, of the tiles looked at one that spills little"
 _LIKE_SM80 = "the tile that is ahead on sm_80, or the next one that fits; not timed on this chip"
 _LESS_MEMORY = ("sm86", "sm89")
 SPILLS = [
     Spills(_ELEMENT_BY_ELEMENT, ("forward", "dkdv", "dq"), tuple(SHARED_MEMORY), unaligned=True),
     # Of whole entries of the tile table; what was measured is the largest head dimension of each.
     Spills(_AHEAD, ("forward",), ("sm80",), (81, 256)),
-    Spills(_AHEAD, ("dkdv",), ("sm80",), (129, 256)),
+    Spills(_AHEAD, ("dkdv",), ("sm80",), (225, 256)),
+    Spills(_LEAST, ("dkdv",), ("sm80", *_LESS_MEMORY), (129, 160)),
     Spills(_AHEAD, ("dq",), ("sm80",), (97, 256)),
     Spills(_AHEAD, ("forward",), ("sm90",), (33, 64)),
     Spills(_AHEAD, ("dkdv",), ("sm90",), (97, 256)),
@@ -124,7 +126,7 @@ def reason_of(words: Words) -> Spills | None:
     return next((those for those in SPILLS if those.has(words)), None)
 
 
-DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 224, 256)
 """Head dimensions that have tiles of their own: on the page others stand apart."""
 
 
