@@ -102,7 +102,7 @@ _AHEAD = (
     "measured ahead of every tile of the sweep that does not spill, on an H200"
     " (reports/baselines/tiles-h200-*.md)"
 )
-_LEAST = "between head dimensions that were timed: compiled only, of the tiles looked at one that spills little"
+_LEAST = "between head dimensions that were timed: compiled only, of those looked at one that spills little"
 _LIKE_SM80 = "the tile that is ahead on sm_80, or the next one that fits; not timed on this chip"
 _LESS_MEMORY = ("sm86", "sm89")
 SPILLS = [
