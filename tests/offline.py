@@ -198,9 +198,7 @@ def launched(case: Case) -> tuple[Any, tuple, dict[str, Any]]:
         for name, attribute in KERNELS.items():
             stack.enter_context(mock.patch.object(launch, attribute, StandIn(name)))
         out, lse = launch.forward(q, k, v, causal, scale, tf32, ragged)
-        launch.backward(
-            out, lse, q, k, v, out, lse, causal, scale, tf32, True, True, ragged
-        )
+        launch.backward(out, lse, q, k, v, out, lse, causal, scale, tf32, True, True, ragged)
     return kept[case.kernel]
 
 
