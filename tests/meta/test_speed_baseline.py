@@ -42,6 +42,8 @@ from tests.meta.test_command_line import ROOT
 from tests.speed import ratios
 from tests.speed.problems import GRID
 
+RATIOS = 2 * len(GRID)
+
 KEY = Key("speed", "mine", "NVIDIA X", "2.11.0+cu130", "3.6.0", "sm90")
 NAMES = expected()
 FIRST = NAMES[0]
@@ -398,7 +400,7 @@ def test_a_run_that_ended_early_leaves_what_it_has(
     left = all_steady()
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, left, 9))
     assert speed_baseline.executed(Target()) == left
-    assert f"tests.speed.ratios ended with 9, and left {2 * len(GRID)} contests: last" in capsys.readouterr().out
+    assert f"tests.speed.ratios ended with 9, and left {RATIOS} contests: last" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -515,9 +517,11 @@ def test_update_writes_and_check_compares(
     assert "speed: no baseline of mine on NVIDIA X on path sm90 with torch 2.11.0+cu130, triton 3.6.0" in said
     assert f"python -m reports baseline update --kind speed --baseline-dir {tmp_path}" in said
     assert main(words("update", tmp_path)) == 0
-    assert f"of {2 * len(GRID)} ratios, 0 left out; a kernel that takes 10% longer is found" in capsys.readouterr().out
+    assert (
+        f"of {RATIOS} ratios, 0 left out; a kernel that takes 10% longer is found" in capsys.readouterr().out
+    )
     assert main(words("check", tmp_path)) == 0
-    assert f"{KEY.name}: {2 * len(GRID)} of {2 * len(GRID)} ratios compared, as kept" in capsys.readouterr().out
+    assert f"{KEY.name}: {RATIOS} of {RATIOS} ratios compared, as kept" in capsys.readouterr().out
 
 
 def test_check_measures_again_what_looks_worse(

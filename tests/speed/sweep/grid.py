@@ -22,8 +22,8 @@ def grid(arch: Architecture, kernel: str, dim: int, quick: bool = False) -> list
     Args:
         arch: what is compiled for.
         kernel: of `tests.offline.TILED`.
-        dim: head dimension. At 256 the streamed keys may be 16; for dkdv they stay, and 16 are too few. At 224
-            dkdv has 16 all the same: its last slice, of 32 columns, makes larger tiles spill.
+        dim: head dimension. At 256 the streamed keys may be 16; for dkdv they stay, and 16 are too few. At
+            224 dkdv has 16 all the same: its last slice, of 32 columns, makes larger tiles spill.
         quick: a few of them.
     """
     slices = widths(arch, dim)
