@@ -85,11 +85,14 @@ def _again(
     """A call like one before, which was checked; None if there is no plan of it."""
     if needs_operator(q, k, v) or not q.is_cuda or forward_ad._current_level >= 0:
         return None
+    inputs = q, k, v
+    if any(t.is_nested or t.layout is not torch.strided for t in inputs):
+        return None
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.ndim else None
+        scale = q.shape[3] ** -0.5 if q.ndim == 4 and q.shape[3] else None
     if type(scale) is not float:
         return None
-    inputs = q, k, v
+    scale = scale or 0.0  # -0.0 has the key of 0.0
     plan = plans.known(plans.key_of(inputs, causal, scale, allow_tf32))
     if plan is None:
         return None

@@ -75,6 +75,12 @@ def plus_zero(tiles, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def unless_0(scale):
+    """1; 0 where the scale is: then all scores are 0, as in the forward, however large a product is."""
+    return tl.where(scale == 0, 0.0, 1.0)
+
+
+@triton.jit
 def load_row(base, rows, Sq, other):
     """A value per query row [len(rows)] of a contiguous float32 vector."""
     return tl.load(base + rows, mask=rows < Sq, other=other)
@@ -141,6 +147,7 @@ def attention_backward_dkdv(
                   True, EMULATE_BF16)  # fmt: skip
     v = load_tile(row_pointers(v_base, keys, stride_vn, VECTOR), keys, k_rows, stride_vd, DV, WIDTH, VECTOR,
                   True, EMULATE_BF16)  # fmt: skip
+    k = times(k, unless_0(scale).to(k[0].dtype), D, WIDTH)
     exponent_scale = scale * LOG2_E
 
     if CAUSAL:
@@ -248,6 +255,7 @@ def attention_backward_dq(
                    VECTOR, True, EMULATE_BF16)  # fmt: skip
     lse = load_row(lse_base, rows, q_rows, float("inf")) * LOG2_E  # [BM]
     delta = load_row(delta_base, rows, q_rows, 0.0)  # [BM]
+    q = times(q, unless_0(scale).to(q[0].dtype), D, WIDTH)
     exponent_scale = scale * LOG2_E
 
     dq = zeros(BM, D, WIDTH)

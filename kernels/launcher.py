@@ -14,21 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .plans import ALIGNED, Launch, record
+from .plans import ALIGNED, Launch, more_is_asked, record
 
 INT32 = range(-(2**31), 2**31)
-
-
-def _more_is_asked() -> bool:
-    """Whether Triton is told to compile for debugging, instrumented, or through somebody's hook: it is asked
-    at every launch."""
-    runtime = knobs.runtime
-    hook = getattr(runtime, "add_stages_inspection_hook", None)
-    return bool(runtime.debug or knobs.compilation.instrumentation_mode or hook)
 
 
 class Launcher:
@@ -63,14 +54,15 @@ class Launcher:
             # the device of the tensors is current; each has a kernel of its own
             key = (torch.cuda.current_device(), *dtypes, *keywords.items())
             found = self._compiled.get(key)
-            if found is not None and not (self.kernel.pre_run_hooks or _more_is_asked()):
+            more = more_is_asked(self.kernel)
+            if found is not None and not more:
                 compiled, constants = found
-                launch = Launch(compiled[(*grid, 1, 1)[:3]], (*arguments, *constants))
+                launch = Launch(compiled[(*grid, 1, 1)[:3]], (*arguments, *constants), self.kernel)
                 launch.run(*launch.arguments)
                 record(launch)
                 return
             compiled = self.kernel[grid](*arguments, **keywords)
-            if isinstance(compiled, CompiledKernel):
+            if isinstance(compiled, CompiledKernel) and not more:  # else it is not what others want
                 rest = self.kernel.arg_names[len(arguments) :]
                 self._compiled[key] = compiled, tuple(keywords[name] for name in rest)
             record(None)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 ALIGNED = 16
 """Bytes: kernels of a plan are compiled for addresses that are multiples of this."""
@@ -23,11 +24,22 @@ MOST = 4096
 """Plans that are kept: of the lengths of all batches of a training run there may be more."""
 
 
+def more_is_asked(*kernels: Any) -> bool:
+    """Whether Triton is told to compile for debugging, instrumented, or through somebody's hook, or to call
+    one before it launches one of these: then launching is left to it."""
+    runtime = knobs.runtime
+    hook = getattr(runtime, "add_stages_inspection_hook", None)
+    if runtime.debug or knobs.compilation.instrumentation_mode or hook:
+        return True
+    return any(kernel.pre_run_hooks for kernel in kernels)
+
+
 class Launch(NamedTuple):
-    """One kernel, launched: `run(*arguments)`."""
+    """One kernel of triton.jit, launched: `run(*arguments)`."""
 
     run: Callable[..., None]
     arguments: tuple[Any, ...]
+    kernel: Any
 
 
 class _Recording(threading.local):
@@ -50,11 +62,15 @@ def record(launch: Launch | None) -> None:
 def recorded() -> Iterator[list[Launch | None]]:
     """Within, launches are noted."""
     launches: list[Launch | None] = []
-    _recording.launches = launches
+    before, _recording.launches = _recording.launches, launches
     try:
         yield launches
     finally:
-        _recording.launches = None
+        _recording.launches = before
+
+
+def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+    return all(t is None or t.data_ptr() % ALIGNED == 0 for t in tensors)
 
 
 class Plan:
@@ -79,20 +95,26 @@ class Plan:
         made = tensors[len(inputs) :]
         self._made = [(t.shape, t.dtype) for t in made if t is not None]
         self._results = len(results)
+        self._kernels = [launch.kernel for launch in launches]
         self._launches = []
-        for run, arguments in launches:
+        for run, arguments, _ in launches:
             holes = [(i, places[id(x)]) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
             template = [None if isinstance(x, Tensor) else x for x in arguments]
             self._launches.append((run, template, holes))
 
     def __call__(self, inputs: tuple[Tensor | None, ...]) -> Any:
-        """The results of a call; None if a tensor lies where the kernels of this plan cannot read it."""
+        """The results of a call; None if a tensor lies where the kernels of this plan cannot read it, or its
+        device is not the current one, or Triton is to do more than launch."""
         like = inputs[0]
         assert like is not None
-        tensors = [*inputs, *[like.new_empty(shape, dtype=dtype) for shape, dtype in self._made]]
-        for t in tensors:
-            if t is not None and t.data_ptr() % ALIGNED:
-                return None
+        if like.is_cuda and like.device.index != torch.cuda.current_device():
+            return None
+        if not _aligned(inputs) or more_is_asked(*self._kernels):
+            return None
+        made = [like.new_empty(shape, dtype=dtype) for shape, dtype in self._made]
+        if not _aligned(made):
+            return None
+        tensors = [*inputs, *made]
         for run, template, holes in self._launches:
             arguments = template.copy()
             for position, place in holes:
@@ -109,6 +131,7 @@ def key_of(inputs: tuple[Tensor | None, ...], *options: Any) -> tuple[Any, ...]:
     return (
         *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs],
         torch.cuda.current_device(),
+        knobs.runtime.override_arch,
         *options,
     )
 

@@ -51,7 +51,7 @@ it is not whole; from best to safest."""
 
 # mma.sync takes its left operand from registers, and warps split an accumulator into rows alone only if it
 # has no more columns than rows: otherwise they lie beside each other too, and each loads what the other has.
-# So slices are no wider than a tile is high. 80 and 96 are 64 + 16 and 3 x 32 instead of a padded 128.
+# So slices are mostly no wider than a tile is high. 80 and 96 are 64 + 16 and 3 x 32 instead of a padded 128.
 _HALF: Table = {
     "forward": {
         16: [(128, 64, 4, 3)],
@@ -114,7 +114,7 @@ _SINGLE: Table = {
 
 # On sm_90 products run from shared memory while they are waited for, so that Q takes no registers: smaller
 # tiles, two blocks of which share a multiprocessor, overlap one's exponentials with the other's products. At
-# the largest head dimensions one block of 8 warps is ahead.
+# the largest head dimensions one block of 8 warps is ahead, in the forward.
 _HALF_SM90: Table = {
     "forward": {
         16: [(128, 64, 4, 3)],

@@ -57,6 +57,14 @@ TYPE_ERRORS: dict[str, tuple[dict[str, Change], str]] = {
         {"q": lambda t: torch.nested.nested_tensor(list(t))},
         "q has layout nested; it must be torch.strided",
     ),
+    "k is nested": (
+        {"k": lambda t: torch.nested.nested_tensor(list(t))},
+        "k has layout nested; it must be torch.strided",
+    ),
+    "k is in compressed rows": (
+        {"k": lambda t: t.to_sparse_csr()},
+        "k has layout torch.sparse_csr; it must be torch.strided",
+    ),
     "all are float64": (
         dict.fromkeys("qkv", dtype("float64")),
         "q is torch.float64; it may be float16, bfloat16 or float32",
@@ -119,6 +127,10 @@ VALUE_ERRORS: dict[str, tuple[dict[str, Change], str]] = {
     "D is 257": (
         {"q": shape(2, 4, 5, 257), "k": shape(2, 2, 7, 257)},
         "q has head dimension 257; it may be 16 to 256",
+    ),
+    "D is 0": (
+        {"q": shape(2, 4, 5, 0), "k": shape(2, 2, 7, 0)},
+        "q has head dimension 0; it may be 16 to 256",
     ),
     "Dv is 15": ({"v": shape(2, 2, 7, 15)}, "v has head dimension 15; it may be 16 to 256"),
     "Dv is 257": ({"v": shape(2, 2, 7, 257)}, "v has head dimension 257; it may be 16 to 256"),

@@ -162,6 +162,16 @@ def test_with_scale_zero_out_is_the_mean_of_v_whatever_q_and_k_are(dtype: str, d
     torch.testing.assert_close(found["out"].double(), mean, rtol=eps, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_with_scale_zero_no_product_of_q_and_k_is_too_large(dtype: str, device: torch.device) -> None:
+    x = inputs_of(device, dtype=dtype)
+    large = replace(x, q=torch.full_like(x.q, 1e20), k=torch.full_like(x.k, 1e20))  # 1e40 each
+    found, small = attend(large, scale=0.0), attend(x, scale=0.0)
+    assert not found["dq"].any() and not found["dk"].any()
+    for name in ("out", "lse", "dv"):
+        assert same_bits(found[name], small[name])
+
+
 @pytest.mark.parametrize("scale", [2.3e38, -2.3e38, 1.2e-38])
 def test_the_most_extreme_scales_are_scales(scale: float, device: torch.device) -> None:
     x = inputs_of(device, dtype="float32", len_q=2, len_k=1, heads_q=1)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import launcher
+from kernels import launcher, plans
 from kernels.launcher import Launcher
 
 from .calls import assert_same_bits, attend, inputs_of
@@ -134,6 +134,16 @@ def test_what_triton_is_told_beside_is_triton_s(of: str, knob: str, value: Any, 
     assert how(kernel) == ["by Triton", "by Triton"]
 
 
+def test_what_was_compiled_for_debugging_is_not_kept(kernel: Kernel) -> None:
+    launched = Launcher(kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "debug", True)
+        launched[7,](X, 5, 0.5, **OPTIONS)
+    for _ in range(2):
+        launched[7,](X, 5, 0.5, **OPTIONS)
+    assert how(kernel) == ["by Triton", "by Triton", "directly"]
+
+
 @pytest.mark.skipif(interpreted(), reason="Triton interprets: nothing is compiled")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_are_those_of_triton_s_launches(
@@ -141,7 +151,15 @@ def test_results_are_those_of_triton_s_launches(
 ) -> None:
     x = inputs_of(device, dtype=dtype)
     found: list[dict[str, Tensor]] = [attend(x, causal=True) for _ in range(2)]
-    monkeypatch.setattr(Launcher, "__getitem__", lambda self, grid: self.kernel[grid])
+    asked: list[Any] = []
+
+    def by_its_own(self: Launcher, grid: tuple[int, ...]) -> Any:
+        asked.append(self.kernel)
+        return self.kernel[grid]
+
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(Launcher, "__getitem__", by_its_own)
     by_triton = attend(x, causal=True)
+    assert len(asked) == 4
     for each in found:
         assert_same_bits(each, by_triton)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from kernels import attention, flash_attention, launch, plans
-from kernels.plans import Launch, Plan, kept, key_of, known, record
+from kernels.plans import Launch, Plan, kept, key_of, known, record, recorded
 
 from .calls import assert_same_bits, attend, every, inputs_of
 from .layouts import place
@@ -29,6 +30,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.pre_run_hooks: list[Any] = []
 
     def __call__(self, *arguments: Any) -> None:
         self.calls.append(arguments)
@@ -41,7 +43,7 @@ def call(kernel: Kernel, a: Tensor, b: Tensor, factor: int = 3) -> tuple[Tensor]
     between, result = a.new_empty(a.shape), a.new_empty(a.shape)
     for arguments in ((a, 7, b, between), (a, between, factor, result)):
         kernel(*arguments)
-        record(Launch(kernel, arguments))
+        record(Launch(kernel, arguments, kernel))
     return (result,)
 
 
@@ -97,6 +99,59 @@ def test_an_address_that_kernels_were_not_compiled_for_is_left_to_others() -> No
     assert len(kernel.calls) == 2
 
 
+class Elsewhere(Tensor):
+    """On a GPU that is not the current one."""
+
+    is_cuda = property(lambda t: True)
+    device = property(lambda t: torch.device("cuda", 1))
+
+
+def test_a_device_that_is_not_the_current_one_is_left_to_others() -> None:
+    kernel = Kernel()
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    kept(key_of((a, b)), (a, b), lambda: call(kernel, a, b))
+    plan = known(key_of((a, b)))
+    assert plan is not None and plan((a, b)) is not None
+    assert plan((a.as_subclass(Elsewhere), b)) is None
+    assert len(kernel.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("of", "knob", "value"), [("runtime", "debug", True), ("compilation", "instrumentation_mode", "x")]
+)
+def test_what_triton_is_told_beside_is_left_to_it(of: str, knob: str, value: Any) -> None:
+    kernel = Kernel()
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    kept(key_of((a, b)), (a, b), lambda: call(kernel, a, b))
+    plan = known(key_of((a, b)))
+    assert plan is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(triton.knobs, of), knob, value)
+        assert plan((a, b)) is None
+    assert plan((a, b)) is not None
+    kernel.pre_run_hooks.append(print)
+    assert plan((a, b)) is None
+
+
+def test_another_architecture_has_plans_of_its_own() -> None:
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    kept(key_of((a, b)), (a, b), lambda: call(Kernel(), a, b))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_OVERRIDE_ARCH", "sm87")
+        assert known(key_of((a, b))) is None
+    assert known(key_of((a, b))) is not None
+
+
+def test_a_call_within_another_is_no_part_of_its_plan() -> None:
+    first, within, last = (Launch(print, (i,), Kernel()) for i in range(3))
+    with recorded() as outer:
+        record(first)
+        with recorded() as inner:
+            record(within)
+        record(last)
+    assert (outer, inner) == ([first, last], [within])
+
+
 def test_one_tensor_in_two_places_makes_no_plan() -> None:
     a, b = torch.randn(4), torch.randn(4)
     kept(key_of((a, a)), (a, a), lambda: call(Kernel(), a, a))
@@ -125,7 +180,7 @@ def test_an_error_ends_a_recording() -> None:
 
     with pytest.raises(ValueError):
         kept(key_of((a, b)), (a, b), wrong)
-    record(Launch(Kernel(), ()))  # nobody listens
+    record(Launch(Kernel(), (), Kernel()))  # nobody listens
     assert plans._plans == {} and plans._recording.launches is None
 
 
