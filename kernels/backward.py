@@ -75,12 +75,6 @@ def plus_zero(tiles, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def unless_0(scale):
-    """1; 0 where the scale is: then all scores are 0, as in the forward, however large a product is."""
-    return tl.where(scale == 0, 0.0, 1.0)
-
-
-@triton.jit
 def load_row(base, rows, Sq, other):
     """A value per query row [len(rows)] of a contiguous float32 vector."""
     return tl.load(base + rows, mask=rows < Sq, other=other)
@@ -143,11 +137,11 @@ def attention_backward_dkdv(
     k_base = head_base(K, b_k, stride_kb, h_kv, stride_kh, VECTOR)
     v_base = head_base(V, b_k, stride_vb, h_kv, stride_vh, VECTOR)
     k_rows = tl.where(Sq > 0, Sk, 0)  # what lies behind the last sequence is not read
-    k = load_tile(row_pointers(k_base, keys, stride_kn, VECTOR), keys, k_rows, stride_kd, D, WIDTH, VECTOR,
+    of_k = tl.where(scale == 0, 0, k_rows)  # all scores are 0 then, as in the forward, however large q k^T is
+    k = load_tile(row_pointers(k_base, keys, stride_kn, VECTOR), keys, of_k, stride_kd, D, WIDTH, VECTOR,
                   True, EMULATE_BF16)  # fmt: skip
     v = load_tile(row_pointers(v_base, keys, stride_vn, VECTOR), keys, k_rows, stride_vd, DV, WIDTH, VECTOR,
                   True, EMULATE_BF16)  # fmt: skip
-    k = times(k, unless_0(scale).to(k[0].dtype), D, WIDTH)
     exponent_scale = scale * LOG2_E
 
     if CAUSAL:
@@ -249,13 +243,13 @@ def attention_backward_dq(
     lse_base = head_base(Lse, b_q, stride_lb, h, stride_lh, 1)
     delta_base = head_base(Delta, b_q, stride_lb, h, stride_lh, 1)
     q_rows = tl.where(Sk > 0, Sq, 0)  # what lies behind the last sequence is not read
-    q = load_tile(row_pointers(q_base, rows, stride_qm, VECTOR), rows, q_rows, stride_qd, D, WIDTH, VECTOR,
+    of_q = tl.where(scale == 0, 0, q_rows)  # all scores are 0 then, as in the forward, however large q k^T is
+    q = load_tile(row_pointers(q_base, rows, stride_qm, VECTOR), rows, of_q, stride_qd, D, WIDTH, VECTOR,
                   True, EMULATE_BF16)  # fmt: skip
     dO = load_tile(row_pointers(do_base, rows, stride_dom, VECTOR), rows, q_rows, stride_dod, DV, WIDTH,
                    VECTOR, True, EMULATE_BF16)  # fmt: skip
     lse = load_row(lse_base, rows, q_rows, float("inf")) * LOG2_E  # [BM]
     delta = load_row(delta_base, rows, q_rows, 0.0)  # [BM]
-    q = times(q, unless_0(scale).to(q[0].dtype), D, WIDTH)
     exponent_scale = scale * LOG2_E
 
     dq = zeros(BM, D, WIDTH)

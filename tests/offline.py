@@ -29,7 +29,6 @@ from kernels.architecture import SHARED_MEMORY, Architecture
 from kernels.tiles import TABLES, Table, Tile, choose_tiles
 
 ARCHITECTURES = [Architecture(f"sm{cc}", cc, SHARED_MEMORY[cc]) for cc in (80, 86, 89, 90)]
-ARITHMETICS = ("float16", "bfloat16", "float32", "tf32")
 TILED = ("forward", "dkdv", "dq")
 """The kernels whose tiles are chosen (`kernels.tiles`)."""
 DIMS = tuple(sorted({dim for table in TABLES.values() for by_dim in table.values() for dim in by_dim}))
@@ -134,22 +133,23 @@ def chosen_dims(arch: Architecture, kernel: str, arithmetic: str) -> list[int]:
     return sorted(largest.values())
 
 
-# What is not causal, or ragged, has the same tiles and nearly the same loops: some head dimensions stand for
-# all, of one slice and of several. The kernels without tiles of their own have one shape: the smallest and
-# the largest do.
-MASKED_DIMS = (64, 128, 256)
+# What is not causal, or ragged, or bfloat16 instead of float16 has the same tiles and nearly the same loops:
+# some head dimensions stand for all, of one slice and of several. The kernels without tiles of their own have
+# one shape: the smallest and the largest do.
+SOME_DIMS = (64, 128, 256)
 
 
 def shipped() -> Iterator[Case]:
-    """Each tile that is chosen, in each arithmetic; some also without a causal mask, and ragged."""
+    """Each tile that is chosen, in each arithmetic; some also in bfloat16, without a mask, and ragged."""
     for arch in ARCHITECTURES:
         for dim in (min(DIMS), max(DIMS)):
             yield Case("delta", arch, "float16", dim)
         for kernel in TILED:
-            for arithmetic in ARITHMETICS:
+            for arithmetic in ("float16", "float32", "tf32"):
                 for dim in chosen_dims(arch, kernel, arithmetic):
                     yield Case(kernel, arch, arithmetic, dim)
-            for dim in MASKED_DIMS:
+            for dim in SOME_DIMS:
+                yield Case(kernel, arch, "bfloat16", dim)
                 yield Case(kernel, arch, "float16", dim, causal=False)
                 yield Case(kernel, arch, "float16", dim, ragged=True)
         yield Case("list", arch, "float16", 64, ragged=True)

@@ -90,8 +90,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "keys, k_rows, stride_kd, D, WIDTH, VECTOR,\n                  True,",
-                "keys, k_rows, stride_kd, D, WIDTH, VECTOR,\n                  False,",
+                "keys, of_k, stride_kd, D, WIDTH, VECTOR,\n                  True,",
+                "keys, of_k, stride_kd, D, WIDTH, VECTOR,\n                  False,",
             ),
         ),
         witness="memcheck",
