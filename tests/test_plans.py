@@ -136,8 +136,8 @@ def test_what_triton_is_told_beside_is_left_to_it(of: str, knob: str, value: Any
 def test_another_architecture_has_plans_of_its_own() -> None:
     a, b = torch.randn(4, 4), torch.randn(4, 4)
     kept(key_of((a, b)), (a, b), lambda: call(Kernel(), a, b))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_OVERRIDE_ARCH", "sm87")
+    with triton.knobs.runtime.scope():  # which leaves the variable of the environment as it was
+        triton.knobs.runtime.override_arch = "sm87"
         assert known(key_of((a, b))) is None
     assert known(key_of((a, b))) is not None
 
