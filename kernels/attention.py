@@ -107,13 +107,9 @@ def _launched(
     """Launches by a plan; the first time, makes one."""
     if not q.is_cuda:
         return launch.forward(q, k, v, causal, scale, allow_tf32)
-    inputs = q, k, v
-    key = plans.key_of(inputs, causal, scale, allow_tf32)
-    plan = plans.known(key)
-    found = plan(inputs) if plan is not None else None
-    if found is None:
-        found = plans.kept(key, inputs, lambda: launch.forward(q, k, v, causal, scale, allow_tf32))
-    return found
+    return plans.launched(
+        (q, k, v), (causal, scale, allow_tf32), lambda: launch.forward(q, k, v, causal, scale, allow_tf32)
+    )
 
 
 def _launched_backward(
@@ -123,15 +119,12 @@ def _launched_backward(
     """The same for the backward."""
     if not q.is_cuda or d_out is None:
         return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv)
-    inputs = q, k, v, out, lse, d_out, d_lse
-    key = plans.key_of(inputs, causal, scale, allow_tf32, need_dq, need_dkdv)
-    plan = plans.known(key)
-    found = plan(inputs) if plan is not None else None
-    if found is None:
-        found = plans.kept(key, inputs, lambda: launch.backward(
+    return plans.launched(
+        (q, k, v, out, lse, d_out, d_lse), (causal, scale, allow_tf32, need_dq, need_dkdv),
+        lambda: launch.backward(
             d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv
-        ))  # fmt: skip
-    return found
+        ),
+    )  # fmt: skip
 
 
 def _forward(

@@ -155,3 +155,13 @@ def kept(
             _plans.clear()
         _plans[key] = Plan(inputs, results, again)
     return results
+
+
+def launched(
+    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], call: Callable[[], tuple[Tensor, ...]]
+) -> Any:
+    """What a call returns: by the plan of one like it, else by calling, and a plan is made of that."""
+    key = key_of(inputs, *options)
+    plan = known(key)
+    found = plan(inputs) if plan is not None else None
+    return kept(key, inputs, call) if found is None else found

@@ -184,6 +184,13 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, head_dim: int, it
     return itemsize * (buffers * ring + kept) + 32 * BM
 
 
+def table_of(arch: Architecture, itemsize: int) -> Table:
+    """The table for an architecture and a dtype's size in bytes."""
+    if itemsize == 4:
+        return TABLES["32 bit"]
+    return TABLES["16 bit, sm_90" if 90 <= arch.capability < 100 else "16 bit"]
+
+
 @functools.cache
 def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: int) -> Tiles:
     """The tiles for an architecture, head dimensions D and Dv and a dtype's size in bytes (2 or 4).
@@ -194,7 +201,7 @@ def choose_tiles(arch: Architecture, head_dim: int, head_dim_v: int, itemsize: i
     if arch.interpreted:
         return Tiles(**{kernel: Tile(*tile) for kernel, tile in _INTERPRETER.items()})
     dim = max(head_dim, head_dim_v)
-    table = _SINGLE if itemsize == 4 else _HALF_SM90 if 90 <= arch.capability < 100 else _HALF
+    table = table_of(arch, itemsize)
 
     def first_that_fits(kernel: str) -> Tile:
         by_dim = table[kernel]

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from kernels import launch
 from kernels.architecture import SHARED_MEMORY, Architecture
-from kernels.tiles import TABLES, Table, Tile, choose_tiles
+from kernels.tiles import TABLES, Tile, choose_tiles, table_of
 
 ARCHITECTURES = [Architecture(f"sm{cc}", cc, SHARED_MEMORY[cc]) for cc in (80, 86, 89, 90)]
 TILED = ("forward", "dkdv", "dq")
@@ -107,16 +107,15 @@ class Program:
     ptx: str
 
 
-def table_of(arch: Architecture, arithmetic: str) -> Table:
-    """The table that tiles are chosen from."""
-    if "16" not in arithmetic:
-        return TABLES["32 bit"]
-    return TABLES["16 bit, sm_90" if arch.capability == 90 else "16 bit"]
+def itemsize_of(arithmetic: str) -> int:
+    """Bytes of an element."""
+    return 2 if "16" in arithmetic else 4
 
 
 def entry_dim(arch: Architecture, kernel: str, arithmetic: str, dim: int) -> int:
     """The largest head dimension that the table's entry for this one is for."""
-    return min(largest for largest in table_of(arch, arithmetic)[kernel] if largest >= dim)
+    table = table_of(arch, itemsize_of(arithmetic))
+    return min(largest for largest in table[kernel] if largest >= dim)
 
 
 def chosen_dims(arch: Architecture, kernel: str, arithmetic: str) -> list[int]:
@@ -125,7 +124,7 @@ def chosen_dims(arch: Architecture, kernel: str, arithmetic: str) -> list[int]:
     Mostly that of the entry; where shared memory is so short that the entry's best tile fits smaller head
     dimensions only, the largest of those too.
     """
-    itemsize = 2 if "16" in arithmetic else 4
+    itemsize = itemsize_of(arithmetic)
     largest: dict[tuple[int, Tile], int] = {}
     for dim in range(min(DIMS), max(DIMS) + 1):
         tile = getattr(choose_tiles(arch, dim, dim, itemsize), kernel)

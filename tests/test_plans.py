@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from kernels import attention, flash_attention, launch, plans
-from kernels.plans import Launch, Plan, kept, key_of, known, record, recorded
+from kernels.plans import Launch, Plan, kept, key_of, known, launched, record, recorded
 
 from .calls import assert_same_bits, attend, every, inputs_of
 from .layouts import place
@@ -131,6 +131,26 @@ def test_what_triton_is_told_beside_is_left_to_it(of: str, knob: str, value: Any
     assert plan((a, b)) is not None
     kernel.pre_run_hooks.append(print)
     assert plan((a, b)) is None
+
+
+def test_a_call_like_one_before_is_not_made() -> None:
+    kernel, made = Kernel(), 0
+
+    def call_of(a: Tensor, b: Tensor) -> tuple[Tensor]:
+        nonlocal made
+        made += 1
+        return call(kernel, a, b)
+
+    def of(a: Tensor, b: Tensor) -> Tensor:
+        (found,) = launched((a, b), ("option",), lambda: call_of(a, b))
+        return found
+
+    a, b, c, d = (torch.randn(4, 4) for _ in range(4))
+    assert torch.equal(of(a, b), a + (a + b)) and torch.equal(of(c, d), c + (c + d))
+    assert made == 1
+    kernel.pre_run_hooks.append(print)  # Triton is to do more: the plan is left alone
+    assert torch.equal(of(c, b), c + (c + b))
+    assert made == 2
 
 
 def test_another_architecture_has_plans_of_its_own() -> None:
