@@ -83,21 +83,31 @@ def _again(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, allow_tf32: bool
 ) -> tuple[Tensor, Tensor] | None:
     """A call like one before, which was checked; None if there is no plan of it."""
-    if needs_operator(q, k, v) or not q.is_cuda or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
-    inputs = q, k, v
+    if scale is not None and type(scale) is not float:
+        return None
+    inputs, asked = (q, k, v), (causal, scale, allow_tf32)
+    latest = plans.latest(asked, inputs)
+    if latest is not None:
+        if latest.differentiable and torch.is_grad_enabled():
+            return _apply(q, k, v, (latest.options, latest.plan))  # the guard has looked for functorch
+        return latest.plan(inputs)
+    if needs_operator(q, k, v) or not q.is_cuda:
+        return None
     if any(t.is_nested or t.layout is not torch.strided for t in inputs):
         return None
     if scale is None:
         scale = q.shape[3] ** -0.5 if q.ndim == 4 and q.shape[3] else None
-    if type(scale) is not float:
+    if scale is None:
         return None
-    scale = scale or 0.0  # -0.0 has the key of 0.0
-    plan = plans.known(plans.key_of(inputs, causal, scale, allow_tf32))
+    options = causal, scale or 0.0, allow_tf32  # -0.0 has the key of 0.0
+    plan = plans.known(plans.key_of(inputs, *options))
     if plan is None:
         return None
+    plans.remember(asked, inputs, options, plan)
     if wants_gradients(q, k, v):
-        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
+        return _Attention.apply(q, k, v, (options, plan))
     return plan(inputs)
 
 
@@ -119,8 +129,9 @@ def _launched_backward(
     """The same for the backward."""
     if not q.is_cuda or d_out is None:
         return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv)
+    inputs = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
     return plans.launched(
-        (q, k, v, out, lse, d_out, d_lse), (causal, scale, allow_tf32, need_dq, need_dkdv),
+        inputs, (causal, scale, allow_tf32, need_dq, need_dkdv),
         lambda: launch.backward(
             d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv
         ),
@@ -133,7 +144,7 @@ def _forward(
     if needs_operator(q, k, v):
         return _forward_operator(q, k, v, causal, scale, allow_tf32)
     if wants_gradients(q, k, v):
-        return _Attention.apply(q, k, v, causal, scale, allow_tf32)
+        return _Attention.apply(q, k, v, ((causal, scale, allow_tf32), None))
     return _launched(q, k, v, causal, scale, allow_tf32)
 
 
@@ -211,12 +222,36 @@ _forward_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Attention(torch.autograd.Function):
-    """The formulas of the operators, without the forward's."""
+    """The formulas of the operators, without the forward's. Its arguments are q, k, v, and in one, for each
+    costs, the options and the plan of a call like this."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _launched(*inputs)
-        _save(ctx, inputs, output)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: Any) -> tuple[Tensor, Tensor]:
+        options, plan = how
+        output = plan((q, k, v)) if plan is not None else None
+        if output is None:
+            output = _launched(q, k, v, *options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
         return output
 
-    backward = staticmethod(_differentiate)
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        if d_out is None and d_lse is None:
+            return None, None, None, None
+        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
+        options = *ctx.options, need_dq, need_dk or need_dv
+        saved, found = ctx.saved_tensors, None  # once: hooks of others may give them only once
+        if d_out is not None and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            inputs = (*saved, d_out) if d_lse is None else (*saved, d_out, d_lse)
+            latest = plans.latest(options, inputs)
+            found = latest.plan(inputs) if latest is not None else None
+        if found is None:
+            found = _backward(d_out, d_lse, *saved, *options)
+        dq, dk, dv = found
+        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+
+
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` where no transformation of functorch is, or was: it does not look for one."""

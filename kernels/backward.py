@@ -75,44 +75,76 @@ def plus_zero(tiles, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_row(base, rows, Sq, other):
-    """A value per query row [len(rows)] of a contiguous float32 vector."""
-    return tl.load(base + rows, mask=rows < Sq, other=other)
+def load_row(base, rows, Sq, other, CHECK_ROWS: tl.constexpr):
+    """A value per query row [len(rows)] of a contiguous float32 vector; `other` past Sq."""
+    if CHECK_ROWS:
+        return tl.load(base + rows, mask=rows < Sq, other=other)
+    else:
+        return tl.load(base + rows)
+
+
+@triton.jit
+def add_key_gradients(
+    dk, dv, k, v, q_rows, do_rows, lse_base, delta_base, rows, keys, Sq, Sk, exponent_scale,
+    stride_qd, stride_dod, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, VECTOR: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    """Adds what a tile of query rows gives to dk and dv of a tile of keys.
+
+    Rows past Sq need no mask on P: q and dO are 0 there and the lse is inf, so that P is 0. Keys past Sk
+    need none at all: they give only to rows of dk and dv that are not stored.
+    """
+    q = load_tile(q_rows, rows, Sq, stride_qd, D, WIDTH, VECTOR, MASKED, EMULATE_BF16)  # [BM, D]
+    dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, MASKED, EMULATE_BF16)  # [BM, DV]
+    lse = load_row(lse_base, rows, Sq, float("inf"), MASKED) * LOG2_E
+    delta = load_row(delta_base, rows, Sq, 0.0, MASKED)
+    S = scores(k, q, D, WIDTH, PRECISION)  # [BN, BM]
+    P = tl.exp2(S * exponent_scale - lse[None, :])
+    if MASKED:
+        visible = is_visible(rows[None, :], keys[:, None], Sq, Sk, CAUSAL)
+        P = tl.where(visible, P, 0.0)
+    dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH, PRECISION)
+    dP = scores(v, dO, DV, WIDTH, PRECISION)  # [BN, BM]
+    dS = rounded(P * (dP - delta[None, :]), q[0].dtype, EMULATE_BF16)
+    dk = add_product(dk, dS, q, D, WIDTH, PRECISION)  # [BN, D]
+    return dk, dv
 
 
 @triton.jit
 def gather_key_gradients(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, end, keys, Sq, Sk, exponent_scale,
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, full, whole, keys, Sq, Sk, exponent_scale,
     stride_qm, stride_qd, stride_dom, stride_dod,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, VECTOR: tl.constexpr,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the query rows [start, end) give to dk and dv of a tile of keys.
+    """Adds what the query rows [start, Sq) of a head give to dk and dv of a tile of keys.
 
-    Rows past Sq need no mask: q and dO are 0 there and the lse is inf, so that P is 0. Keys past Sk need
-    none either: they give only to rows of dk and dv that are not stored.
+    [full, whole) are whole tiles of rows that see all keys. The others, before and behind, are few and go
+    through one loop: code for each would take registers from the loop that matters.
     """
-    first = start + tl.arange(0, BM)
+    first = full + tl.arange(0, BM)
     q_rows = row_pointers(q_base, first, stride_qm, VECTOR)
     do_rows = row_pointers(do_base, first, stride_dom, VECTOR)
-    for i in range(start, end, BM):
+    for i in range(full, whole, BM):
         rows = i + tl.arange(0, BM)
-        q = load_tile(q_rows, rows, Sq, stride_qd, D, WIDTH, VECTOR, True, EMULATE_BF16)  # [BM, D]
-        dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, True, EMULATE_BF16)  # [BM, DV]
-        lse = load_row(lse_base, rows, Sq, float("inf")) * LOG2_E
-        delta = load_row(delta_base, rows, Sq, 0.0)
-        S = scores(k, q, D, WIDTH, PRECISION)  # [BN, BM]
-        P = tl.exp2(S * exponent_scale - lse[None, :])
-        if MASKED:
-            visible = is_visible(rows[None, :], keys[:, None], Sq, Sk, CAUSAL)
-            P = tl.where(visible, P, 0.0)
-        dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH, PRECISION)
-        dP = scores(v, dO, DV, WIDTH, PRECISION)  # [BN, BM]
-        dS = rounded(P * (dP - delta[None, :]), q[0].dtype, EMULATE_BF16)
-        dk = add_product(dk, dS, q, D, WIDTH, PRECISION)  # [BN, D]
+        dk, dv = add_key_gradients(
+            dk, dv, k, v, q_rows, do_rows, lse_base, delta_base, rows, keys, Sq, Sk, exponent_scale,
+            stride_qd, stride_dod, D, DV, WIDTH, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
         q_rows += row_step(stride_qm, VECTOR) * BM
         do_rows += row_step(stride_dom, VECTOR) * BM
+
+    before = tl.cdiv(full - start, BM)
+    behind = tl.where(whole < Sq, 1, 0)
+    # Not pipelined, if that takes fewer registers: float32, and several slices, would have to wait in some.
+    small: tl.constexpr = n_slices(D, WIDTH) == 1 and q_base.dtype.element_ty != tl.float32
+    for n in tl.range(0, before + behind, num_stages=1 if small else None):
+        rows = tl.where(n < before, start + n * BM, whole) + tl.arange(0, BM)
+        dk, dv = add_key_gradients(
+            dk, dv, k, v, row_pointers(q_base, rows, stride_qm, VECTOR),
+            row_pointers(do_base, rows, stride_dom, VECTOR), lse_base, delta_base, rows, keys, Sq, Sk,
+            exponent_scale, stride_qd, stride_dod, D, DV, WIDTH, CAUSAL, True, VECTOR,
+            PRECISION, EMULATE_BF16)  # fmt: skip
     return dk, dv
 
 
@@ -154,6 +186,7 @@ def attention_backward_dkdv(
     else:
         start = 0
         full = 0
+    whole = full + (Sq - full) // BM * BM  # whole tiles of rows end here
     dk = zeros(BN, D, WIDTH)
     dv = zeros(BN, DV, WIDTH)
     for g in range(group):
@@ -163,13 +196,9 @@ def attention_backward_dkdv(
         lse_base = head_base(Lse, b_q, stride_lb, h, stride_lh, 1)
         delta_base = head_base(Delta, b_q, stride_lb, h, stride_lh, 1)
         dk, dv = gather_key_gradients(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base,
-            start, full, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, WIDTH, BM, CAUSAL, True, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
-        dk, dv = gather_key_gradients(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base,
-            full, Sq, keys, Sq, Sk, exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
-            D, DV, WIDTH, BM, CAUSAL, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, full, whole, keys, Sq, Sk,
+            exponent_scale, stride_qm, stride_qd, stride_dom, stride_dod,
+            D, DV, WIDTH, BM, CAUSAL, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
     dk_base = head_base(DK, b_k, stride_dkb, h_kv, stride_dkh, VECTOR)
     dv_base = head_base(DV_, b_k, stride_dvb, h_kv, stride_dvh, VECTOR)
@@ -248,8 +277,8 @@ def attention_backward_dq(
                   True, EMULATE_BF16)  # fmt: skip
     dO = load_tile(row_pointers(do_base, rows, stride_dom, VECTOR), rows, q_rows, stride_dod, DV, WIDTH,
                    VECTOR, True, EMULATE_BF16)  # fmt: skip
-    lse = load_row(lse_base, rows, q_rows, float("inf")) * LOG2_E  # [BM]
-    delta = load_row(delta_base, rows, q_rows, 0.0)  # [BM]
+    lse = load_row(lse_base, rows, q_rows, float("inf"), True) * LOG2_E  # [BM]
+    delta = load_row(delta_base, rows, q_rows, 0.0, True)  # [BM]
     exponent_scale = scale * LOG2_E
 
     dq = zeros(BM, D, WIDTH)

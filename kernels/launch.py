@@ -58,8 +58,8 @@ def forward(
             q, k, v, out, lse, tiles,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             scale, sizes.Hq, sizes.group, sizes.Sq, sizes.Sk, BM=tile.BM, BN=tile.BN, CAUSAL=causal,
-            RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out), **_dims(q, v, tile),
-            **_arithmetic(arch, q, allow_tf32), **_compilation(arch, q, tile),
+            SIGN=(scale > 0) - (scale < 0), RAGGED=ragged is not None, VECTOR=_vector(q, k, v, out),
+            **_dims(q, v, tile), **_arithmetic(arch, q, allow_tf32), **_compilation(arch, q, tile),
         )  # fmt: skip
     return out, lse
 

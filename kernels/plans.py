@@ -2,12 +2,18 @@
 
 The first call on tensors of some shapes, strides, dtypes and devices is checked, finds tiles, strides and
 grids, and has kernels compiled. What it launched then is a plan: kernels, grids, and arguments in which
-tensors are places. A call like it puts its own tensors there. That takes a third of the time of the whole,
-which is longer than a short kernel runs.
+tensors are places. A call like it puts its own tensors there.
+
+Whether a call is like one before is a key of shapes, strides, dtypes and devices. To make that key takes as
+long as everything else together, and most calls are like the one just before: of the latest call with the
+same options a guard of PyTorch's compiler is kept, which looks at all of that, and at who looks on, in one
+call into C++.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import knobs
+
+guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The same, without asking first whether CUDA runs: tensors on it are at hand."""
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+"""The handle of a device's current stream."""
 
 ALIGNED = 16
 """Bytes: kernels of a plan are compiled for addresses that are multiples of this."""
@@ -26,20 +40,32 @@ MOST = 4096
 
 def more_is_asked(*kernels: Any) -> bool:
     """Whether Triton is told to compile for debugging, instrumented, or through somebody's hook, or to call
-    one before it launches one of these: then launching is left to it."""
+    one before or after it launches one of these: then launching is left to it."""
     runtime = knobs.runtime
     hook = getattr(runtime, "add_stages_inspection_hook", None)
     if runtime.debug or knobs.compilation.instrumentation_mode or hook:
         return True
+    for hooks in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hooks is not None and getattr(hooks, "calls", True):
+            return True
     return any(kernel.pre_run_hooks for kernel in kernels)
 
 
 class Launch(NamedTuple):
-    """One kernel of triton.jit, launched: `run(*arguments)`."""
+    """One kernel of triton.jit, launched: `run(stream, arguments)`.
 
-    run: Callable[..., None]
+    Attributes:
+        run: what launches it; the stream is a handle.
+        arguments: of the kernel, constants among them.
+        kernel: the same.
+        by_address: whether `run` takes addresses in the place of tensors, or takes tensors (and asks for the
+            stream itself).
+    """
+
+    run: Callable[[int, Sequence[Any]], None]
     arguments: tuple[Any, ...]
     kernel: Any
+    by_address: bool = False
 
 
 class _Recording(threading.local):
@@ -69,8 +95,17 @@ def recorded() -> Iterator[list[Launch | None]]:
         _recording.launches = before
 
 
-def _aligned(tensors: Sequence[Tensor | None]) -> bool:
-    return all(t is None or t.data_ptr() % ALIGNED == 0 for t in tensors)
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether kernels that were compiled for aligned addresses may be given these."""
+    return not functools.reduce(operator.or_, addresses, 0) % ALIGNED
+
+
+def _empty(device: torch.device) -> Callable[..., Tensor]:
+    """Makes tensors on a device, which is current, of a size, strides and a dtype."""
+    directly = getattr(guards, "_empty_strided_cuda", None)  # what compiled graphs of PyTorch allocate by
+    if directly is not None and device.type == "cuda":
+        return directly
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Plan:
@@ -80,57 +115,66 @@ class Plan:
         inputs: the call's tensors.
         results: what it returned.
         launches: what it launched.
+
+    Attributes:
+        device: the index of the CUDA device that it is for, None if it is not for one.
+        again: the latest call that was made by it.
     """
 
     def __init__(
-        self, inputs: Sequence[Tensor | None], results: Sequence[Tensor], launches: Sequence[Launch]
+        self, inputs: Sequence[Tensor], results: Sequence[Tensor], launches: Sequence[Launch]
     ) -> None:
-        tensors: list[Tensor | None] = [*inputs, *results]
-        places = {id(t): place for place, t in enumerate(tensors) if t is not None}
+        self.device = inputs[0].device.index if inputs[0].is_cuda else None
+        self.again: Again | None = None
+        tensors = [*inputs, *results]
+        places = {id(t): place for place, t in enumerate(tensors)}
         for launch in launches:  # and what it allocated on the way
             for x in launch.arguments:
                 if isinstance(x, Tensor) and id(x) not in places:
                     places[id(x)] = len(tensors)
                     tensors.append(x)
-        made = tensors[len(inputs) :]
-        self._made = [(t.shape, t.dtype) for t in made if t is not None]
-        self._results = len(results)
+        self._made = [(tuple(t.shape), t.stride(), t.dtype) for t in tensors[len(inputs) :]]
+        self._empty = _empty(inputs[0].device)
+        self._results = slice(len(inputs), len(inputs) + len(results))
         self._kernels = [launch.kernel for launch in launches]
         self._launches = []
-        for run, arguments, _ in launches:
+        for run, arguments, _, by_address in launches:
             holes = [(i, places[id(x)]) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
             template = [None if isinstance(x, Tensor) else x for x in arguments]
-            self._launches.append((run, template, holes))
+            self._launches.append((run, template, holes, by_address))
 
-    def __call__(self, inputs: tuple[Tensor | None, ...]) -> Any:
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
         """The results of a call; None if a tensor lies where the kernels of this plan cannot read it, or its
         device is not the current one, or Triton is to do more than launch."""
-        like = inputs[0]
-        assert like is not None
-        if like.is_cuda and like.device.index != torch.cuda.current_device():
+        stream, device = 0, self.device
+        if device is not None:
+            if device != current_device():
+                return None
+            stream = current_stream(device)
+        if more_is_asked(*self._kernels):
             return None
-        if not _aligned(inputs) or more_is_asked(*self._kernels):
+        empty = self._empty
+        tensors = [*inputs, *[empty(size, stride, dtype) for size, stride, dtype in self._made]]
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        if not aligned(addresses):
             return None
-        made = [like.new_empty(shape, dtype=dtype) for shape, dtype in self._made]
-        if not _aligned(made):
-            return None
-        tensors = [*inputs, *made]
-        for run, template, holes in self._launches:
+        for run, template, holes, by_address in self._launches:
             arguments = template.copy()
+            values: list[Any] = addresses if by_address else tensors
             for position, place in holes:
-                arguments[position] = tensors[place]
-            run(*arguments)
-        return tuple(tensors[len(inputs) : len(inputs) + self._results])
+                arguments[position] = values[place]
+            run(stream, arguments)
+        return tuple(tensors[self._results])
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def key_of(inputs: tuple[Tensor | None, ...], *options: Any) -> tuple[Any, ...]:
+def key_of(inputs: tuple[Tensor, ...], *options: Any) -> tuple[Any, ...]:
     """All that decides what a call launches, but for addresses."""
     return (
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs],
-        torch.cuda.current_device(),
+        *[(t.shape, t.stride(), t.dtype, t.device) for t in inputs],
+        current_device(),
         knobs.runtime.override_arch,
         *options,
     )
@@ -141,13 +185,11 @@ def known(key: tuple[Any, ...]) -> Plan | None:
     return _plans.get(key)
 
 
-def kept(
-    key: tuple[Any, ...], inputs: tuple[Tensor | None, ...], call: Callable[[], tuple[Tensor, ...]]
-) -> Any:
+def kept(key: tuple[Any, ...], inputs: tuple[Tensor, ...], call: Callable[[], tuple[Tensor, ...]]) -> Any:
     """What a call returns; a plan is made of it if it can be repeated."""
     with recorded() as launches:
         results = call()
-    if len({id(t) for t in inputs if t is not None}) < sum(t is not None for t in inputs):
+    if len({id(t) for t in inputs}) < len(inputs):
         return results  # one tensor in two places: the next call may have two
     again = [launch for launch in launches if launch is not None]
     if again and len(again) == len(launches):
@@ -158,10 +200,96 @@ def kept(
 
 
 def launched(
-    inputs: tuple[Tensor | None, ...], options: tuple[Any, ...], call: Callable[[], tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...], options: tuple[Any, ...], call: Callable[[], tuple[Tensor, ...]]
 ) -> Any:
     """What a call returns: by the plan of one like it, else by calling, and a plan is made of that."""
     key = key_of(inputs, *options)
     plan = known(key)
     found = plan(inputs) if plan is not None else None
-    return kept(key, inputs, call) if found is None else found
+    if plan is None or found is None:
+        return kept(key, inputs, call)
+    remember(options, inputs, options, plan)
+    return found
+
+
+# ---------------------------------------------------------------- the latest call
+
+
+class Again(NamedTuple):
+    """A call that was made by a plan, and may be made again.
+
+    Attributes:
+        alike: whether tensors are like those of it: in type, dtype, device, shape, strides and
+            `requires_grad`, without memory to be read otherwise than it is (pending negations, sparse, meta),
+            and no transformation, tracer or autocasting on that there was not.
+        differentiable: whether one of them requires gradients.
+        options: all that decides about it beside tensors.
+        plan: what it launched.
+    """
+
+    alike: Callable[..., bool]
+    differentiable: bool
+    options: tuple[Any, ...]
+    plan: Plan
+
+
+_latest: dict[tuple[Any, ...], Again] = {}
+_is_nested = operator.attrgetter("is_nested")
+
+
+def _alike(inputs: tuple[Tensor, ...]) -> Callable[..., bool] | None:
+    """See `Again`; None if this PyTorch has no such guards, or none for these."""
+    if not hasattr(guards, "TensorGuards") or len({id(t) for t in inputs}) < len(inputs):
+        return None
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, inputs)):  # of a transformation that ended
+        return None
+    guard = guards.TensorGuards(
+        *inputs,
+        dynamic_dims_sizes=[list(t.shape) for t in inputs],
+        dynamic_dims_strides=[list(t.stride()) for t in inputs],
+    )
+    return guard.check if guard.check(*inputs) else None
+
+
+def _asked(asked: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of what the latest call is kept. With the types: a guard must be asked about nothing but tensors."""
+    return (*map(type, inputs), knobs.runtime.override_arch, *asked)
+
+
+def remember(
+    asked: tuple[Any, ...], inputs: tuple[Tensor, ...], options: tuple[Any, ...], plan: Plan
+) -> None:
+    """Keeps a call as the latest.
+
+    Args:
+        asked: how its options were given; `latest` finds it by them.
+        inputs: its tensors.
+        options: what the options came to.
+        plan: what it was made by.
+    """
+    again = plan.again
+    if again is None or not again.alike(*inputs):
+        alike = _alike(inputs)
+        if alike is None:
+            return
+        again = plan.again = Again(alike, any(t.requires_grad for t in inputs), options, plan)
+    if len(_latest) >= MOST:
+        _latest.clear()
+    _latest[_asked(asked, inputs)] = again
+
+
+def latest(asked: tuple[Any, ...], inputs: tuple[Any, ...]) -> Again | None:
+    """The latest call with these options, if this is one like it that nobody looks on; the caller has seen
+    that nobody compiles."""
+    again = _latest.get(_asked(asked, inputs))
+    if again is None or any(map(_is_nested, inputs)):
+        return None  # a guard that looks at a nested tensor ends the process
+    if not again.alike(*inputs) or torch._C._len_torch_dispatch_stack():
+        return None
+    return again
+
+
+def forget() -> None:
+    """As if there had been no calls."""
+    _plans.clear()
+    _latest.clear()

@@ -109,14 +109,13 @@ SPILLS = [
     Spills(_ELEMENT_BY_ELEMENT, ("forward", "dkdv", "dq"), tuple(SHARED_MEMORY), unaligned=True),
     # Of whole entries of the tile table; what was measured is the largest head dimension of each.
     Spills(_AHEAD, ("forward",), ("sm80",), (81, 256)),
+    Spills(_AHEAD, ("dkdv",), ("sm80",), (33, 64)),
     Spills(_AHEAD, ("dkdv",), ("sm80",), (225, 256)),
     Spills(_LEAST, ("dkdv",), ("sm80", *_LESS_MEMORY), (129, 160)),
     Spills(_AHEAD, ("dq",), ("sm80",), (97, 256)),
-    Spills(_AHEAD, ("forward",), ("sm90",), (33, 64)),
     Spills(_AHEAD, ("dkdv",), ("sm90",), (97, 256)),
     Spills(_AHEAD, ("dq",), ("sm90",), (193, 256)),
-    Spills(_LIKE_SM80, ("forward",), _LESS_MEMORY, (81, 256)),
-    Spills(_LIKE_SM80, ("dq",), _LESS_MEMORY, (129, 256)),
+    Spills(_LIKE_SM80, ("forward",), _LESS_MEMORY, (65, 256)),
 ]
 """What may spill within a loop over tiles; the first that has a configuration gives its reason."""
 

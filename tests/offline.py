@@ -93,7 +93,7 @@ class Program:
         spilled_in_loops: instructions in loops over tiles that load or store spilled registers.
         spilled_in_a_loop: those of the loop that has most.
         registers: of a thread.
-        ptx: the code, before it is assembled.
+        ptx: the kernel's code before it is assembled, without that of functions that it calls.
     """
 
     tile: Tile | None
@@ -237,8 +237,13 @@ def compiled(case: Case) -> Program:
         by_loop += spilled_in(loops)
     return Program(
         tile, warps, stages, binary.metadata.shared, stack, sum(by_loop), max(by_loop), registers,
-        binary.asm["ptx"],
+        _entry(binary.asm["ptx"]),
     )  # fmt: skip
+
+
+def _entry(ptx: str) -> str:
+    """Of a module the kernel: functions that it calls are declared before it, and stand behind it."""
+    return re.split(r"^\.func", ptx[ptx.index(".entry ") :], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -271,21 +276,26 @@ def tile_loops(sass: str) -> list[list[str]]:
     """Of each innermost loop that multiplies, its instructions, by name.
 
     A loop is what lies between a branch backwards and where it goes. One that multiplies nothing, such as the
-    branch to itself behind a kernel's end, is none over tiles, and what is around it may be innermost.
+    branch to itself behind a kernel's end, is none over tiles, and what is around it may be innermost. What
+    is called lies behind the kernel, and its loops are not the kernel's: it is there for what is rare.
 
     Args:
         sass: as cuobjdump prints it: `/*0a40*/  @P1 BRA 0x790 ;`.
     """
     names: dict[int, str] = {}
     ends: dict[int, int] = {}
+    called: list[int] = []
     for instruction in _INSTRUCTION.finditer(sass):
         address, name = int(instruction[1], 16), instruction[2]
         names[address] = name
-        if name == "BRA":
+        if name in ("BRA", "CALL"):
             target = re.search(r"\b0x([0-9a-f]+)\s*$", instruction[3])
             assert target, f"where does it go? {instruction[0]}"
-            if int(target[1], 16) <= address:
+            if name == "CALL":
+                called.append(int(target[1], 16))
+            elif int(target[1], 16) <= address:
                 ends[int(target[1], 16)] = address
+    ends = {begin: end for begin, end in ends.items() if end < min(called, default=end + 1)}
     bodies = {
         (begin, end): [name for address, name in names.items() if begin <= address <= end]
         for begin, end in ends.items()

@@ -176,7 +176,48 @@ def test_with_scale_zero_no_product_of_q_and_k_is_too_large(dtype: str, device: 
 def test_the_most_extreme_scales_are_scales(scale: float, device: torch.device) -> None:
     x = inputs_of(device, dtype="float32", len_q=2, len_k=1, heads_q=1)
     found = attend(replace(x, q=x.q * 1e-30, k=x.k * 1e-8), wanted="", scale=scale)
-    assert same_bits(found["out"], x.v.expand(found["out"].shape))
+    # up to what P v / P is rounded by: P is 2^(c S - m), not 1 where c S - m is one multiply-add
+    torch.testing.assert_close(found["out"], x.v.expand(found["out"].shape), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["above", "below"])
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
+    dtype: str, sign: int, below: bool, device: torch.device
+) -> None:
+    """From 2^27 on, in units of log2, a maximum is subtracted in units of the scores; here all are exact."""
+    BM, BN = largest_tile(device, dtype, 16)
+    rows, keys = BM + 5, 2 * BN + 3
+    x = inputs_of(device, dtype=dtype, dim=16, heads_q=1, len_q=rows, len_k=keys)
+    q, k = torch.zeros_like(x.q), torch.zeros_like(x.k)
+    k[..., 0] = -(torch.arange(keys, device=device) % 4).to(k.dtype)  # which of four keys
+    k[..., 1] = 8
+    k[:, :, keys - 2 :] = 0  # the last two have the score 0
+    q[..., :2] = 2.0**-15
+    # the second tile of rows has those above 2^27, or those below -2^27, alone
+    above = {3: 2.0**13, 17: -(2.0**13), BM: -(2.0**15) if below else 2.0**15}
+    for row, factor in above.items():
+        q[:, :, row, 0], q[:, :, row, 1] = abs(factor), factor
+    if below:
+        k[:, :, keys - 2 :, 1] = 8
+    scale = sign * 2.0**15  # scores up to 2^33
+    found = attend(replace(x, q=sign * q, k=k), wanted="", scale=scale)
+    scores = (q.double() @ k.double().mT) * abs(scale)
+    P = scores.softmax(-1)
+    eps = torch.finfo(x.v.dtype).eps
+    for row in above:
+        assert scores[0, 0, row].abs().max() > 2.0**27
+        torch.testing.assert_close(
+            found["out"][:, :, row].double(), P[:, :, row] @ x.v.double()[:, 0], rtol=eps, atol=eps
+        )
+        torch.testing.assert_close(
+            found["lse"][:, :, row].double(), scores[:, :, row].logsumexp(-1), rtol=2.0**-22, atol=0
+        )
+    others = [row for row in range(rows) if row not in above]
+    at_that_scale = attend(replace(x, q=torch.where(q.abs() > 1, 0.0, q), k=k), wanted="", scale=abs(scale))
+    for name in ("out", "lse"):
+        assert same_bits(found[name][:, :, others], at_that_scale[name][:, :, others]), name
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
