@@ -5,9 +5,10 @@
 over tiles of keys, with running (m, l, acc). One program per (sequence, head, tile of query rows).
 m is kept as it is subtracted, in units of log2: with c = scale log2(e) and m = max(c S), P = 2^(c S - m) is
 one multiply-add. What m was rounded by, up to half a unit of its last place, is then a factor of P, of l and
-of acc alike, and falls out of acc / l and of the lse. From |m| = 2^27 on it could be more than 2^4, and
-float16 would not hold P: rows that come there (`is_lost`) are worked out again, with m in units of the
-scores, subtracted before c is multiplied in. Then the largest P is exactly 1, however large the scores are.
+of acc alike, and falls out of acc / l and of the lse. But the largest P is not 1 by that factor, and from
+|m| = 2^13 on float16 would see it: rows that come there (`is_lost`) are worked out again, with m in units of
+the scores, subtracted before c is multiplied in. Then the largest P is exactly 1, however large the scores
+are. float32 would see it everywhere, and has m in units of the scores from the first.
 """
 
 import triton
@@ -34,8 +35,9 @@ from .position import query_tile
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
-LARGEST = tl.constexpr(2.0**27)
-"""|m| in units of log2, from which on it is subtracted in units of the scores."""
+LARGEST = tl.constexpr(2.0**13)
+"""|m| in units of log2, from which on it is subtracted in units of the scores. Below, m was rounded by at
+most 2^-12: where one key is visible P is 1 in float16 and in bfloat16, and v / l rounds to v."""
 
 EXACT_ROWS = tl.constexpr(16)
 EXACT_KEYS = tl.constexpr(16)
@@ -190,22 +192,25 @@ def attention_forward(
     else:
         c = tl.abs(scale) * LOG2_E
 
+    exact: tl.constexpr = Q.dtype.element_ty == tl.float32
     acc = zeros(BM, DV, WIDTH)
     l = tl.zeros([BM, n_parts(q[0].dtype, PRECISION)], tl.float32)
-    m = tl.full([BM], -LARGEST, tl.float32)
+    m = tl.full([BM], float("-inf") if exact else -LARGEST, tl.float32)
     full, end = key_range(start_m, Sq, Sk, BM, BN, CAUSAL)
     acc, l, m = attend(acc, l, m, q, k_base, v_base, 0, full, rows, Sq, Sk, c,
                        stride_kn, stride_kd, stride_vn, stride_vd, D, DV, WIDTH,
-                       BN, CAUSAL, False, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+                       BN, CAUSAL, False, exact, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
     acc, l, m = attend(acc, l, m, q, k_base, v_base, full, end, rows, Sq, Sk, c,
                        stride_kn, stride_kd, stride_vn, stride_vd, D, DV, WIDTH,
-                       BN, CAUSAL, True, False, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+                       BN, CAUSAL, True, exact, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
 
-    store_results(acc, l, m * LN_2, rows < Sq, o_base, lse_base, rows, Sq, Sk, stride_om, stride_od,
-                  DV, WIDTH, CAUSAL, VECTOR, EMULATE_BF16)  # fmt: skip
-    live = is_visible(rows, 0, Sq, Sk, CAUSAL) & (rows < Sq)
-    if tl.max(tl.where(live & is_lost(m), 1, 0), 0) > 0:
-        tl.debug_barrier()  # what is stored again is stored later
-        attend_exactly(q_base, k_base, v_base, o_base, lse_base, start_m, end, Sq, Sk, scale, c,
-                       stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
-                       D, DV, WIDTH, BM, CAUSAL, SIGN, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip
+    store_results(acc, l, m * (tl.abs(scale) if exact else LN_2), rows < Sq, o_base, lse_base, rows, Sq, Sk,
+                  stride_om, stride_od, DV, WIDTH, CAUSAL, VECTOR, EMULATE_BF16)  # fmt: skip
+    if not exact:
+        live = is_visible(rows, 0, Sq, Sk, CAUSAL) & (rows < Sq)
+        if tl.max(tl.where(live & is_lost(m), 1, 0), 0) > 0:
+            tl.debug_barrier()  # what is stored again is stored later
+            attend_exactly(
+                q_base, k_base, v_base, o_base, lse_base, start_m, end, Sq, Sk, scale, c,
+                stride_qm, stride_qd, stride_kn, stride_kd, stride_vn, stride_vd, stride_om, stride_od,
+                D, DV, WIDTH, BM, CAUSAL, SIGN, VECTOR, PRECISION, EMULATE_BF16)  # fmt: skip

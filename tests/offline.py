@@ -237,11 +237,11 @@ def compiled(case: Case) -> Program:
         by_loop += spilled_in(loops)
     return Program(
         tile, warps, stages, binary.metadata.shared, stack, sum(by_loop), max(by_loop), registers,
-        _entry(binary.asm["ptx"]),
+        own_code(binary.asm["ptx"]),
     )  # fmt: skip
 
 
-def _entry(ptx: str) -> str:
+def own_code(ptx: str) -> str:
     """Of a module the kernel: functions that it calls are declared before it, and stand behind it."""
     return re.split(r"^\.func", ptx[ptx.index(".entry ") :], maxsplit=1, flags=re.MULTILINE)[0]
 

@@ -180,13 +180,14 @@ def test_the_most_extreme_scales_are_scales(scale: float, device: torch.device) 
     torch.testing.assert_close(found["out"], x.v.expand(found["out"].shape), rtol=2.0**-22, atol=0)
 
 
+@pytest.mark.parametrize("exponent", [-2, 15])
 @pytest.mark.parametrize("below", [False, True], ids=["above", "below"])
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
-    dtype: str, sign: int, below: bool, device: torch.device
+    dtype: str, sign: int, below: bool, exponent: int, device: torch.device
 ) -> None:
-    """From 2^27 on, in units of log2, a maximum is subtracted in units of the scores; here all are exact."""
+    """From 2^13 on, in units of log2, a maximum is subtracted in units of the scores; here all are exact."""
     BM, BN = largest_tile(device, dtype, 16)
     rows, keys = BM + 5, 2 * BN + 3
     x = inputs_of(device, dtype=dtype, dim=16, heads_q=1, len_q=rows, len_k=keys)
@@ -195,19 +196,19 @@ def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
     k[..., 1] = 8
     k[:, :, keys - 2 :] = 0  # the last two have the score 0
     q[..., :2] = 2.0**-15
-    # the second tile of rows has those above 2^27, or those below -2^27, alone
+    # the second tile of rows has those far above 0, or those far below, alone
     above = {3: 2.0**13, 17: -(2.0**13), BM: -(2.0**15) if below else 2.0**15}
     for row, factor in above.items():
         q[:, :, row, 0], q[:, :, row, 1] = abs(factor), factor
     if below:
         k[:, :, keys - 2 :, 1] = 8
-    scale = sign * 2.0**15  # scores up to 2^33
+    scale = sign * 2.0**exponent  # the largest scores are 2^13 or 2^14, or 2^31 to 2^33
     found = attend(replace(x, q=sign * q, k=k), wanted="", scale=scale)
     scores = (q.double() @ k.double().mT) * abs(scale)
     P = scores.softmax(-1)
     eps = torch.finfo(x.v.dtype).eps
     for row in above:
-        assert scores[0, 0, row].abs().max() > 2.0**27
+        assert scores[0, 0, row].abs().max() > 2.0**13
         torch.testing.assert_close(
             found["out"][:, :, row].double(), P[:, :, row] @ x.v.double()[:, 0], rtol=eps, atol=eps
         )

@@ -27,7 +27,7 @@ from reports.resources import (
     Words,
     reason_of,
 )
-from tests.offline import DIMS, Program, shipped, spilled_in, tile_loops, unusual
+from tests.offline import DIMS, Program, own_code, shipped, spilled_in, tile_loops, unusual
 
 NAME = "forward-sm80-float16-D64"
 AMPERE = Entry(BM=128, BN=64, warps=8, stages=3, shared=96 * KIB, registers=237, mma=256, cp_async_16=48,
@@ -386,6 +386,16 @@ def test_spills_are_counted_in_innermost_loops_that_multiply() -> None:
     assert spilled_in(tile_loops(without.replace("LDL R3", "HMMA R3"))) == [5]
     with pytest.raises(AssertionError, match=r"where does it go\? .*BRA `"):
         tile_loops(SASS.replace("BRA 0x80", "BRA `(.L_x_1)"))
+
+
+def test_what_a_kernel_calls_is_not_the_kernels() -> None:
+    called = SASS.replace("LDL.LU R2, [R1] ;", "CALL.REL.NOINC 0x80 ;")
+    assert tile_loops(called) == [["HMMA", "STL", "LDL", "BRA"]]
+    assert tile_loops(called.replace("0x80 ;", "0x90 ;", 1)) == [["HMMA", "STL", "LDL", "BRA"]]
+    declared = ".version 8.0\n.func exactly\n(\n)\n;\n"
+    kernel = ".visible .entry forward(\n)\n{\n\tmma.sync a;\n\tcall exactly;\n}\n"
+    body = ".func exactly()\n{\n\tmma.sync b;\n}\n"
+    assert own_code(declared + kernel + body) == own_code(kernel) == kernel.removeprefix(".visible ")
 
 
 @pytest.mark.parametrize("variable, value", [("interpret", True), ("override_arch", "sm80")])
