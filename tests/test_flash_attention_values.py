@@ -180,12 +180,12 @@ def test_the_most_extreme_scales_are_scales(scale: float, device: torch.device) 
     torch.testing.assert_close(found["out"], x.v.expand(found["out"].shape), rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.parametrize("exponent", [-2, 15])
+@pytest.mark.parametrize(("exponent", "causal"), [(-2, False), (15, False), (15, True)])
 @pytest.mark.parametrize("below", [False, True], ids=["above", "below"])
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
-    dtype: str, sign: int, below: bool, exponent: int, device: torch.device
+    dtype: str, sign: int, below: bool, exponent: int, causal: bool, device: torch.device
 ) -> None:
     """From 2^13 on, in units of log2, a maximum is subtracted in units of the scores; here all are exact."""
     BM, BN = largest_tile(device, dtype, 16)
@@ -203,12 +203,15 @@ def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
     if below:
         k[:, :, keys - 2 :, 1] = 8
     scale = sign * 2.0**exponent  # the largest scores are 2^13 or 2^14, or 2^31 to 2^33
-    found = attend(replace(x, q=sign * q, k=k), wanted="", scale=scale)
+    found = attend(replace(x, q=sign * q, k=k), wanted="", scale=scale, causal=causal)
     scores = (q.double() @ k.double().mT) * abs(scale)
+    if causal:
+        hidden = ~torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+        scores = scores.masked_fill(hidden, -math.inf)
     P = scores.softmax(-1)
     eps = torch.finfo(x.v.dtype).eps
     for row in above:
-        assert scores[0, 0, row].abs().max() > 2.0**13
+        assert scores[0, 0, row, 0].abs() > 2.0**13
         torch.testing.assert_close(
             found["out"][:, :, row].double(), P[:, :, row] @ x.v.double()[:, 0], rtol=eps, atol=eps
         )
@@ -216,7 +219,8 @@ def test_the_largest_scores_are_exact_and_leave_their_neighbours_alone(
             found["lse"][:, :, row].double(), scores[:, :, row].logsumexp(-1), rtol=2.0**-22, atol=0
         )
     others = [row for row in range(rows) if row not in above]
-    at_that_scale = attend(replace(x, q=torch.where(q.abs() > 1, 0.0, q), k=k), wanted="", scale=abs(scale))
+    without = replace(x, q=torch.where(q.abs() > 1, 0.0, q), k=k)
+    at_that_scale = attend(without, wanted="", scale=abs(scale), causal=causal)
     for name in ("out", "lse"):
         assert same_bits(found[name][:, :, others], at_that_scale[name][:, :, others]), name
 

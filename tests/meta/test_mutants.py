@@ -81,7 +81,7 @@ LAUNCH = '    """One program for each tile of `rows` rows of each head of each b
         ("crash", Change("launch.py", LAUNCH, "    import os; os._exit(0)")),
         ("crash", Change("launch.py", LAUNCH, "    raise RuntimeError('planted')")),
         ("hang", Change("launch.py", LAUNCH, "    while True: pass")),
-        ("compile error", Change("forward.py", "    l = tl.zeros([BM], tl.float32)", "    l = nonsense")),
+        ("compile error", Change("forward.py", "    full, end = key_range(", "    full, end = nonsense(")),
         ("wrong result", Change("forward.py", "acc[i] / l[:, None]", "acc[i] / l[:, None] * 1.01")),
         ("survived", Change("forward.py", "acc[i] / l[:, None]", "acc[i] / l[:, None] * 1.0")),
     ],

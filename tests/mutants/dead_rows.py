@@ -26,17 +26,18 @@ MUTANTS: tuple[Mutant, ...] = (
         tensors=("lse",),
     ),
     Mutant(
-        "lse-of-dead-rows-left-to-arithmetic",
+        "lse-of-dead-rows-where-the-maximum-begins",
         KIND,
-        "The lse of a row that sees no key is -inf times the scale: NaN if that is 0.",
+        "The lse of a row that sees no key is what the maximum begins with, the sum counting as 1.",
         (
             Change(
                 "forward.py",
-                'lse = tl.where(live, m * tl.abs(scale) + tl.log(l), float("-inf"))',
-                "lse = m * tl.abs(scale) + tl.log(l)",
+                'lse = tl.where(live, m + tl.log(l), float("-inf"))',
+                "lse = m + tl.log(tl.where(live, l, 1.0))",
             ),
         ),
-        witness="b1_h1x1_s2x1_d16x16_float16_causal_scale=0.0_normal_bhsd_grad=none_nodlse_seed0",
+        witness="b1_h1x1_s2x1_d16x16_float16_causal_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
+        report="B5",
         tensors=("lse",),
     ),
     Mutant(
@@ -46,8 +47,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "live = is_visible(rows, 0, Sq, Sk, CAUSAL)",
-                "live = is_visible(tl.arange(0, BM), 0, Sq, Sk, CAUSAL)",
+                "live = is_visible(rows, 0, Sq, Sk, CAUSAL)\n    l =",
+                "live = is_visible(tl.arange(0, rows.shape[0]), 0, Sq, Sk, CAUSAL)\n    l =",
             ),
         ),
         witness="b1_h1x1_s33x1_d16x16_float16_causal_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -58,7 +59,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "dead-rows-known-by-their-sum",
         KIND,
         "A row counts as dead if its sum of exponentials is 0: one of scores of minus infinity too.",
-        (Change("forward.py", "live = is_visible(rows, 0, Sq, Sk, CAUSAL)", "live = l > 0.0"),),
+        (
+            Change(
+                "forward.py",
+                "live = is_visible(rows, 0, Sq, Sk, CAUSAL)\n    l =",
+                "live = tl.sum(l, 1) > 0.0\n    l =",
+            ),
+        ),
         witness="tests/test_flash_attention_values.py::test_a_row_of_scores_of_minus_infinity_is_not_taken_for_a_dead_row",
         tensors=("out",),
     ),

@@ -37,7 +37,7 @@ EXPECTED: dict[str, str] = {
     # dead rows
     "out-of-dead-rows-divided-by-zero": "rows that see no key",
     "lse-of-dead-rows-finite": "rows that see no key",
-    "lse-of-dead-rows-left-to-arithmetic": "rows that see no key",
+    "lse-of-dead-rows-where-the-maximum-begins": "rows that see no key",
     "dead-rows-known-by-the-place-in-the-tile": "out is 0",
     "lse-of-dead-rows-unguarded-in-dq": "rows that see no key",
     # ragged batches

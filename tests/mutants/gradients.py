@@ -22,8 +22,8 @@ FIRST_COLUMNS = each_slice(
 SUM = each_slice("backward.py", "sum_of", "tiles[i] + others[i]", "others")
 """The device function that adds two tiles."""
 
-LAST_ROWS = "start + (end - 1 - start) // BM * BM + tl.arange(0, BM)"
-"""Of the last tile of dK/dV's loop."""
+LAST_ROWS = "whole - BM + tl.arange(0, BM)"
+"""Of the last tile of dK/dV's loop over whole ones."""
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -120,8 +120,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "        if MASKED:\n            visible = is_visible(rows[None, :]",
-                "        unmasked = P\n        if MASKED:\n            visible = is_visible(rows[None, :]",
+                "    if MASKED:\n        visible = is_visible(rows[None, :]",
+                "    unmasked = P\n    if MASKED:\n        visible = is_visible(rows[None, :]",
             ),
             Change("backward.py", "add_product(dv, rounded(P,", "add_product(dv, rounded(unmasked,"),
         ),
@@ -136,15 +136,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "        dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH,"
-                " PRECISION)\n",
+                "    dv = add_product(dv, rounded(P, dO[0].dtype, EMULATE_BF16), dO, DV, WIDTH, PRECISION)\n",
                 "",
             ),
             Change(
                 "backward.py",
-                "        dk = add_product(dk, dS,",
-                "        dv = add_product(dv, dS, dO, DV, WIDTH, PRECISION)\n"
-                "        dk = add_product(dk, dS,",
+                "    dk = add_product(dk, dS,",
+                "    dv = add_product(dv, dS, dO, DV, WIDTH, PRECISION)\n    dk = add_product(dk, dS,",
             ),
         ),
         witness=DV,
@@ -177,10 +175,9 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
             Change(
                 "backward.py",
-                "        delta = load_row(delta_base, rows, Sq, 0.0)\n",
-                "        dO = as_far_as(dO, D, do_rows, rows, Sq, stride_dod, VECTOR, EMULATE_BF16, DV,"
-                " WIDTH)\n"
-                "        delta = load_row(delta_base, rows, Sq, 0.0)\n",
+                "    delta = load_row(delta_base, rows, Sq, 0.0, MASKED)\n",
+                "    dO = as_far_as(dO, D, do_rows, rows, Sq, stride_dod, VECTOR, EMULATE_BF16, DV, WIDTH)\n"
+                "    delta = load_row(delta_base, rows, Sq, 0.0, MASKED)\n",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x32_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
@@ -238,14 +235,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "query-rows-of-dk-in-reverse",
         KIND,
-        "dk and dv of full tiles add the query rows from the last to the first.",
+        "dk and dv add whole tiles of query rows from the last to the first.",
         (
-            Change("backward.py", "first = start + tl.arange(0, BM)", f"first = {LAST_ROWS}"),
-            Change(
-                "backward.py",
-                "        rows = i + tl.arange(0, BM)\n        q = load_tile",
-                f"        rows = {LAST_ROWS} - (i - start)\n        q = load_tile",
-            ),
+            Change("backward.py", "first = full + tl.arange(0, BM)", f"first = {LAST_ROWS}"),
+            Change("backward.py", "rows = i + tl.arange(0, BM)", f"rows = {LAST_ROWS} - (i - full)"),
             Change("backward.py", "q_rows += row_step(", "q_rows -= row_step("),
             Change("backward.py", "do_rows += row_step(", "do_rows -= row_step("),
         ),

@@ -6,6 +6,9 @@ from .mutant import Change, Mutant, each_slice
 
 KIND = "numerics and accumulators"
 
+SUM = "l = l * alpha[:, None] + tl.sum(tl.reshape(P, [P.shape[0], BN // parts, parts]), 1)"
+"""The running sum of the forward."""
+
 
 def scaled_in_its_dtype(file: str) -> Change:
     """The device function that multiplies a tile by x and rounds it as it was."""
@@ -25,30 +28,14 @@ def in_bfloat16(file: str) -> Change:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "scaled-score-minus-a-rounded-maximum",
-        KIND,
-        "exp2 takes the scaled score less the scaled maximum, which is rounded where a fused product is not.",
-        (
-            Change(
-                "forward.py",
-                "tl.exp2((S - m_finite[:, None]) * exponent_scale)",
-                "tl.exp2(S * exponent_scale - (m_finite * exponent_scale)[:, None])",
-            ),
-        ),
-        witness="b1_h2x2_s1x1_d64x64_bfloat16_full_scale=10000000000.0_normal_bhsd_grad=none_nodlse_seed0",
-        report="F1",
-        lane="gpu",
-        tensors=("out",),
-    ),
-    Mutant(
         "lse-of-a-maximum-in-16-bit",
         KIND,
         "The lse adds the maximum as the 16-bit dtype has it, and not the one that was subtracted.",
         (
             Change(
                 "forward.py",
-                "m * tl.abs(scale) + tl.log(l)",
-                "rounded(m, Q.dtype.element_ty, EMULATE_BF16).to(tl.float32) * tl.abs(scale) + tl.log(l)",
+                "m * (tl.abs(scale) if exact",
+                "rounded(m, Q.dtype.element_ty, EMULATE_BF16).to(tl.float32) * (tl.abs(scale) if exact",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -92,11 +79,16 @@ MUTANTS: tuple[Mutant, ...] = (
             scaled_in_its_dtype("forward.py"),
             Change(
                 "forward.py",
-                "q = times(q, sign, D, WIDTH)",
-                "q = scaled(q, scale * LOG2_E, EMULATE_BF16, D, WIDTH)",
+                "    acc = zeros(BM, DV, WIDTH)\n",
+                "    of_lost = c\n    if not exact:\n"
+                "        q = scaled(q, c, EMULATE_BF16, D, WIDTH)\n        c = 1.0\n"
+                "    acc = zeros(BM, DV, WIDTH)\n",
             ),
-            Change("forward.py", "tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)", "1.0"),
-            Change("forward.py", "m * tl.abs(scale) + tl.log(l)", "m / LOG2_E + tl.log(l)"),
+            Change(
+                "forward.py",
+                "Sq, Sk, scale, c,\n                stride",
+                "Sq, Sk, scale, of_lost,\n                stride",
+            ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         tensors=("lse",),
@@ -136,8 +128,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "P = tl.exp2((S - m_finite[:, None]) * exponent_scale)",
-                "P = tl.exp2(((S - m_finite[:, None]) * exponent_scale).to(tl.float16).to(tl.float32))",
+                "P = tl.exp2(S * c - m_new[:, None])",
+                "P = tl.exp2((S * c - m_new[:, None]).to(tl.float16).to(tl.float32))",
+            ),
+            Change(
+                "forward.py",
+                "P = tl.exp2((S - m_finite[:, None]) * c)",
+                "P = tl.exp2(((S - m_finite[:, None]) * c).to(tl.float16).to(tl.float32))",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -150,9 +147,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "l = l * alpha + tl.sum(P, 1)\n        P = rounded(P, v[0].dtype, EMULATE_BF16)\n",
+                f"{SUM}\n        P = rounded(P, v[0].dtype, EMULATE_BF16)\n",
                 "P = rounded(P, v[0].dtype, EMULATE_BF16)\n"
-                "        l = l * alpha + tl.sum(P.to(tl.float32), 1)\n",
+                f"        {SUM.replace('reshape(P,', 'reshape(P.to(tl.float32),')}\n",
             ),
         ),
         witness="b1_h1x1_s5x17_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
@@ -165,8 +162,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "l = l * alpha + tl.sum(P, 1)",
-                "l = rounded(l * alpha + tl.sum(P, 1), tl.bfloat16, True)",
+                SUM,
+                f"{SUM}\n        l = rounded(l, tl.bfloat16, True)",
             ),
         ),
         witness="b1_h1x1_s5x17_d16x16_bfloat16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",

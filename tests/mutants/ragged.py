@@ -90,7 +90,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "rows-of-a-sequence-without-keys-not-written",
         KIND,
         "The forward stores no out for a sequence that has no key.",
-        (Change("forward.py", "out, rows, Sq, stride_od,", "out, rows, q_rows, stride_od,"),),
+        (
+            Change(
+                "forward.py",
+                "out, stored, Sq, stride_od,",
+                "out, stored, tl.where(Sk > 0, Sq, 0), stride_od,",
+            ),
+        ),
         witness="b2_h1x1_r1x0+1x1_past0x0_d16x16_float16_full_scale=auto_normal_bshd_grad=none_nodlse_seed0",
         report="C2",
         tensors=("out",),

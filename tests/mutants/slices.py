@@ -74,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sign-of-the-scale-for-the-first-slice-alone",
         KIND,
         "A negative scale turns the sign of the first slice of q, and not that of the others.",
-        (Change("forward.py", "times(q, sign, D, WIDTH)", "(q[0] * sign,) + q[1:]"),),
+        (Change("forward.py", "times(q, SIGN, D, WIDTH)", "(q[0] * SIGN,) + q[1:]"),),
         witness="b1_h1x1_s5x5_d40x40_float16_full_scale=-0.25_normal_bhsd_grad=none_nodlse_seed0",
         tensors=("out", "lse"),
     ),

@@ -105,8 +105,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "forward.py",
-                "rows, q_rows, stride_qd, D, WIDTH, VECTOR,\n                  True,",
-                "rows, q_rows, stride_qd, D, WIDTH, VECTOR,\n                  False,",
+                "rows, q_rows, stride_qd, D, WIDTH,\n                  VECTOR, True,",
+                "rows, q_rows, stride_qd, D, WIDTH,\n                  VECTOR, False,",
             ),
         ),
         witness="memcheck",
@@ -146,7 +146,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "store-of-lse-not-bounded",
         KIND,
         "The last tile of the lse is stored whole, over the next head.",
-        (Change("forward.py", "+ rows, lse, mask=rows < Sq)", "+ rows, lse)"),),
+        (Change("forward.py", "+ rows, lse, mask=stored < Sq)", "+ rows, lse)"),),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=none_nodlse_seed0",
         tensors=("memory",),
     ),
@@ -174,12 +174,63 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "backward.py",
-                "dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, True, EMULATE_BF16)",
+                "dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, MASKED, EMULATE_BF16)",
                 "dO = load_tile(do_rows, rows, Sq, stride_dod, DV, WIDTH, VECTOR, False, EMULATE_BF16)",
             ),
         ),
         witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
         tensors=("dv",),
+    ),
+    Mutant(
+        "queries-read-past-their-end-in-dkdv",
+        KIND,
+        "dK/dV loads q without a bound in the last tile of rows: 0 times NaN.",
+        (
+            Change(
+                "backward.py",
+                "q = load_tile(q_rows, rows, Sq, stride_qd, D, WIDTH, VECTOR, MASKED, EMULATE_BF16)",
+                "q = load_tile(q_rows, rows, Sq, stride_qd, D, WIDTH, VECTOR, False, EMULATE_BF16)",
+            ),
+        ),
+        witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=k_nodlse_seed0",
+        tensors=("dk",),
+    ),
+    Mutant(
+        "last-tile-of-rows-in-dkdv-left-out",
+        KIND,
+        "Query rows that do not fill a tile give nothing to dk and dv.",
+        (Change("backward.py", "behind = tl.where(whole < Sq, 1, 0)", "behind = 0"),),
+        witness="b1_h1x1_s17x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
+        tensors=("dv",),
+    ),
+    Mutant(
+        "last-tile-of-rows-in-dkdv-taken-for-whole",
+        KIND,
+        "The range of rows that dK/dV reads unchecked is rounded up: it ends past the last query.",
+        (
+            Change(
+                "backward.py",
+                "whole = full + (Sq - full) // BM * BM",
+                "whole = full + tl.cdiv(Sq - full, BM) * BM",
+            ),
+        ),
+        witness="b1_h1x1_s1x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
+        report="N1",
+        tensors=("dk", "dv"),
+    ),
+    Mutant(
+        "rows-beside-whole-tiles-in-dkdv-not-checked",
+        KIND,
+        "dK/dV takes the tiles before and behind the whole ones for whole: no mask, no bound.",
+        (
+            Change(
+                "backward.py",
+                "CAUSAL, True, VECTOR,\n            PRECISION",
+                "CAUSAL, False, VECTOR,\n            PRECISION",
+            ),
+        ),
+        witness="b1_h1x1_s17x1_d16x16_float16_full_scale=auto_normal_bhsd_grad=kv_nodlse_seed0",
+        tensors=("dk", "dv"),
     ),
     Mutant(
         "padding-of-the-head-dimension-not-zeroed",
