@@ -176,8 +176,7 @@ def test_with_scale_zero_no_product_of_q_and_k_is_too_large(dtype: str, device: 
 def test_the_most_extreme_scales_are_scales(scale: float, device: torch.device) -> None:
     x = inputs_of(device, dtype="float32", len_q=2, len_k=1, heads_q=1)
     found = attend(replace(x, q=x.q * 1e-30, k=x.k * 1e-8), wanted="", scale=scale)
-    # up to what P v / P is rounded by: P is 2^(c S - m), not 1 where c S - m is one multiply-add
-    torch.testing.assert_close(found["out"], x.v.expand(found["out"].shape), rtol=2.0**-22, atol=0)
+    assert same_bits(found["out"], x.v.expand(found["out"].shape))
 
 
 @pytest.mark.parametrize(("exponent", "causal"), [(-2, False), (15, False), (15, True)])
