@@ -172,7 +172,7 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, head_dim: int, it
     Triton keeps what its pipelined loop loads in a ring of buffers: one a stage where products read
     shared memory while they run (wgmma, tcgen05), one less where they read registers (mma.sync,
     FMA). Beside the ring lie the operands that stay, P or an operand of two products once more in
-    another layout, and a few float32 a row.
+    another layout, and 8 float32 a row; in the forward 8 more, l in parts.
     """
     BM, BN, dim = tile.BM, tile.BN, columns(head_dim, tile.width)
     buffers = tile.stages if 90 <= arch.capability < 120 else max(tile.stages - 1, 1)
@@ -181,7 +181,8 @@ def shared_memory(arch: Architecture, kernel: str, tile: Tile, head_dim: int, it
         "dkdv": (2 * BM * dim, 2 * BN * dim + BM * max(BN, dim)),
         "dq": (2 * BN * dim, 2 * BM * dim + BN * max(BM, dim)),
     }[kernel]
-    return itemsize * (buffers * ring + kept) + 32 * BM
+    per_row = 64 if kernel == "forward" else 32
+    return itemsize * (buffers * ring + kept) + per_row * BM
 
 
 def table_of(arch: Architecture, itemsize: int) -> Table:
