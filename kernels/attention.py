@@ -122,6 +122,11 @@ def _launched(
     )
 
 
+def _tensors(d_out: Tensor, d_lse: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    """Of a backward, as its plans know them."""
+    return (*saved, d_out) if d_lse is None else (*saved, d_out, d_lse)
+
+
 def _launched_backward(
     d_out: Tensor | None, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float, allow_tf32: bool, need_dq: bool, need_dkdv: bool,
@@ -129,9 +134,8 @@ def _launched_backward(
     """The same for the backward."""
     if not q.is_cuda or d_out is None:
         return launch.backward(d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv)
-    inputs = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
     return plans.launched(
-        inputs, (causal, scale, allow_tf32, need_dq, need_dkdv),
+        _tensors(d_out, d_lse, q, k, v, out, lse), (causal, scale, allow_tf32, need_dq, need_dkdv),
         lambda: launch.backward(
             d_out, d_lse, q, k, v, out, lse, causal, scale, allow_tf32, need_dq, need_dkdv
         ),
@@ -206,10 +210,15 @@ def gradients(
 
 
 def _backward(d_out: Tensor | None, d_lse: Tensor | None, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # with gradients enabled a second derivative is wanted: the operator refuses it
-    if torch.is_grad_enabled() or needs_operator(
-        *(t for t in (d_out, d_lse, *saved) if isinstance(t, Tensor))
-    ):
+    if torch.is_grad_enabled():  # a second derivative is wanted: the operator refuses it
+        return _backward_operator(d_out, d_lse, *saved)
+    if d_out is not None and not torch.compiler.is_compiling():
+        inputs = _tensors(d_out, d_lse, *saved[:5])
+        latest = plans.latest(saved[5:], inputs)
+        found = latest.plan(inputs) if latest is not None else None
+        if found is not None:
+            return found
+    if needs_operator(*(t for t in (d_out, d_lse, *saved) if isinstance(t, Tensor))):
         return _backward_operator(d_out, d_lse, *saved)
     return _launched_backward(d_out, d_lse, *saved)
 
@@ -231,26 +240,10 @@ class _Attention(torch.autograd.Function):
         output = plan((q, k, v)) if plan is not None else None
         if output is None:
             output = _launched(q, k, v, *options)
-        ctx.options = options
-        ctx.save_for_backward(q, k, v, *output)
-        ctx.set_materialize_grads(False)
+        _save(ctx, (q, k, v, *options), output)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        if d_out is None and d_lse is None:
-            return None, None, None, None
-        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
-        options = *ctx.options, need_dq, need_dk or need_dv
-        saved, found = ctx.saved_tensors, None  # once: hooks of others may give them only once
-        if d_out is not None and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            inputs = (*saved, d_out) if d_lse is None else (*saved, d_out, d_lse)
-            latest = plans.latest(options, inputs)
-            found = latest.plan(inputs) if latest is not None else None
-        if found is None:
-            found = _backward(d_out, d_lse, *saved, *options)
-        dq, dk, dv = found
-        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+    backward = staticmethod(_differentiate)
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

@@ -18,7 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "dk-and-dv-only-if-both-are-wanted",
         KIND,
         "Without a gradient of v that of k is not computed either.",
-        (Change("attention.py", "need_dk or need_dv", "need_dk and need_dv", 2),),
+        (Change("attention.py", "need_dk or need_dv", "need_dk and need_dv"),),
         witness=DK_ALONE,
     ),
     Mutant(
@@ -26,8 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         KIND,
         "Whether dk is returned depends on v, and whether dv is on k.",
         (
-            Change("attention.py", "dk if need_dk else None", "dk if need_dv else None", 2),
-            Change("attention.py", "dv if need_dv else None", "dv if need_dk else None", 2),
+            Change("attention.py", "dk if need_dk else None", "dk if need_dv else None"),
+            Change("attention.py", "dv if need_dv else None", "dv if need_dk else None"),
         ),
         witness=DK_ALONE,
         tensors=("dk",),
@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "dq-only-with-dk",
         KIND,
         "Whether dq is computed depends on k.",
-        (Change("attention.py", "need_dq, need_dk or need_dv", "need_dk, need_dk or need_dv", 2),),
+        (Change("attention.py", "need_dq, need_dk or need_dv)", "need_dk, need_dk or need_dv)"),),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=q_nodlse_seed0",
         report="G5",
     ),
@@ -56,10 +56,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Change(
                 "attention.py",
-                "ctx.save_for_backward(q, k, v, *output)",
-                "ctx.save_for_backward(q, k, v, output[0],"
-                " output[1] if ctx.needs_input_grad[0] else torch.zeros_like(output[1]))",
-                2,
+                "    ctx.save_for_backward(q, k, v, *output)\n",
+                "    out, lse = output\n"
+                "    lse = lse if ctx.needs_input_grad[0] else torch.zeros_like(lse)\n"
+                "    ctx.save_for_backward(q, k, v, out, lse)\n",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=v_nodlse_seed0",
@@ -75,11 +75,6 @@ MUTANTS: tuple[Mutant, ...] = (
                 "attention.py",
                 "ctx.causal, ctx.scale, ctx.allow_tf32 = inputs\n",
                 "ctx.causal, _, ctx.allow_tf32 = inputs\n    ctx.scale = q.shape[-1] ** -0.5\n",
-            ),
-            Change(
-                "attention.py",
-                "ctx.options = options\n",
-                "ctx.options = options[0], q.shape[-1] ** -0.5, options[2]\n",
             ),
         ),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=1.0_normal_bhsd_grad=qkv_nodlse_seed0",
@@ -119,11 +114,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradient-of-the-lse-not-passed-on",
         KIND,
-        "What flows into the lse does not reach the backward.",
-        (
-            Change("attention.py", "backward(d_out, d_lse, *ctx", "backward(d_out, None, *ctx"),
-            Change("attention.py", "_backward(d_out, d_lse, *saved, *", "_backward(d_out, None, *saved, *"),
-        ),
+        "What flows into the lse does not reach the backward operator.",
+        (Change("attention.py", "backward(d_out, d_lse, *ctx", "backward(d_out, None, *ctx"),),
         witness="b1_h1x1_s5x5_d16x16_float16_full_scale=auto_normal_bhsd_grad=qk_dlse_seed0",
         tensors=("dq", "dk"),
     ),
@@ -131,10 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "nothing-flows-back-through-the-lse-alone",
         KIND,
         "There are gradients only where something flows into out.",
-        (
-            Change("attention.py", "if d_out is not None or d_lse is not None:", "if d_out is not None:"),
-            Change("attention.py", "if d_out is None and d_lse is None:", "if d_out is None:"),
-        ),
+        (Change("attention.py", "if d_out is not None or d_lse is not None:", "if d_out is not None:"),),
         witness="tests/test_flash_attention.py::test_an_output_that_is_not_used_has_gradient_zero[lse]",
     ),
     Mutant(
@@ -203,7 +192,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "missing-gradients-as-zeros",
         KIND,
         "Where nothing flows into out or the lse, the backward is given zeros, not None.",
-        (Change("attention.py", "ctx.set_materialize_grads(False)", "ctx.set_materialize_grads(True)", 2),),
+        (Change("attention.py", "    ctx.set_materialize_grads(False)\n", ""),),
         equivalent="the zeros give the same gradients; only their memory is spent",
     ),
 )
